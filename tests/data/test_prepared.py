@@ -199,6 +199,9 @@ def test_every_kind_of_file_gives_the_same_rows(kind, tmp_path, own_cache, token
         "tokens_hash": prepared.tokens_hash,
         "rows": 2,
         "dropped": 0,
+        "dropped_why": {},
+        "columns": ["prompt", "completion"],
+        "unread_columns": [],
         "python": None,
         "format": "prompt and completion",
         "loss_on": "completion",
@@ -206,9 +209,13 @@ def test_every_kind_of_file_gives_the_same_rows(kind, tmp_path, own_cache, token
         "packing": "none",
         "texts": 2,
         "truncated": 0,
+        "lost_tokens": 0,
+        "longest_text": 4,
         "longest": 4,
         "tokens": 8,
         "supervised_tokens": 5,
+        "stop_token": WORDS[EOS],
+        "rows_with_stop": 2,
         "asked": {"train_file": str(path)},
     }
 
@@ -390,7 +397,7 @@ def test_the_built_in_data_are_cut_without_a_word(cache):
 def test_missing_files_and_data_sets(tmp_path, own_cache, tokenizer_folder, monkeypatch):
     with pytest.raises(UsageError, match="rows.csv is not there: check the path"):
         prepare_data(DataArguments(train_file=str(tmp_path / "rows.csv")), tokenizer_folder)
-    with pytest.raises(UsageError, match="is a folder, not a file"):
+    with pytest.raises(UsageError, match="holds tokenizer: a folder holds text alone"):
         prepare_data(DataArguments(train_file=str(tmp_path)), tokenizer_folder)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -449,7 +456,7 @@ def test_the_built_in_data_and_tokenizer_need_no_network(cache, monkeypatch):
 
 def test_tokenising_twice_gives_the_same_tokens(cache, monkeypatch, tmp_path):
     folder = resolve_tokenizer(ModelArguments())
-    arguments = DataArguments(max_train_samples=200)
+    arguments = DataArguments(max_train_samples=200, max_length=128)
     first = prepare_data(arguments, folder)
     assert prepare_data(arguments, folder) == first
     assert first.load().features == {
@@ -459,5 +466,5 @@ def test_tokenising_twice_gives_the_same_tokens(cache, monkeypatch, tmp_path):
     }
     rows = tmp_path / "rows.jsonl"
     write_jsonl(rows, standard_library_texts()[:200])
-    again = prepare_data(DataArguments(train_file=str(rows)), folder)
+    again = prepare_data(DataArguments(train_file=str(rows), max_length=128), folder)
     assert (again.hash, again.tokens_hash) == (first.hash, first.tokens_hash)

@@ -236,7 +236,7 @@ import sys
 import torch.distributed as dist
 from accelerate.state import PartialState
 from toolkit.training.job import checked_job
-from toolkit.training.request import checked_flags
+from toolkit.training.flags import checked_flags
 from toolkit.data import building
 
 def write(self, raw, folder):

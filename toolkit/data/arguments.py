@@ -20,18 +20,18 @@ class DataArguments:
     dataset_name: str | None = flag(None, "A data set on the Hub, or a folder with one.")
     dataset_config_name: str | None = flag(None, "Configuration of the Hub data set.")
     dataset_split: str = flag("train", "Split of the Hub data set.")
-    train_file: str | None = flag(None, "A jsonl, json, csv, tsv, parquet or txt file.")
+    train_file: str | None = flag(None, "A json(l), csv, tsv, parquet or txt file, or a folder.")
     streaming: bool = flag(False, "Fetch only the rows that the run needs, not the whole data.")
     text_column: str | None = flag(
         None,
         "The column of text to train on; none: found among the usual names, prompt and completion "
-        "first, then text, messages, conversations.",
+        "first, then instruction and output, text, messages, conversations.",
     )
     messages_column: str | None = flag(None, "The column of chat messages to train on.")
     chat_template: str | None = flag(
         None,
-        "A jinja file, or chatml or roles, which come with the toolkit; none: the model's own, "
-        "else one of these.",
+        "A jinja file, or alpaca, chatml or roles, which come with the toolkit; none: the model's "
+        "own, else one of these.",
     )
     loss_on: Literal["auto", "all", "completion", "assistant"] = flag(
         "auto", "The tokens to learn; auto: completions, a chat's replies, all of text."

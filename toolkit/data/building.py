@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from toolkit.data.arguments import DataArguments
-from toolkit.data.chat import ChatTokeniser, Template, find_template
+from toolkit.data.chat import ChatTokeniser, Template, find_template, turn_end
 from toolkit.data.formats import Format, find_format, read_rows
 from toolkit.data.packing import FixedPacking, best_fit, pack_texts
 from toolkit.data.sources import quiet_progress
@@ -64,7 +64,7 @@ class Build:
         chosen = raw if len(numbers) == len(raw) else raw.select(numbers)
         template = None
         if form.is_chat:
-            template = find_template(self.tokenizer, self.arguments.chat_template)
+            template = find_template(self.tokenizer, self.arguments.chat_template, form.kind)
             (folder / TEMPLATE_FILE).write_text(template.text, encoding="utf-8")
         elif self.arguments.chat_template is not None:
             raise UsageError(
@@ -75,10 +75,16 @@ class Build:
             texts, tally = self._tokenise(chosen, form, numbers, template, folder)
             rows = self._pack(texts, folder)
             rows.save_to_disk(str(folder / "rows"))
+        own_end = template and turn_end(self.tokenizer, template.text)
+        stop = own_end or cast("int | None", self.tokenizer.eos_token_id)
         facts = {
             "hash": text_hash(read_rows(chosen, form)),
             "rows": len(rows),
             "dropped": len(chosen) - len(texts),
+            "dropped_why": dict(tally.dropped),
+            "columns": list(form.columns),
+            "unread_columns": [name for name in raw.column_names if name not in form.columns],
+            "stop_token": None if stop is None else self.tokenizer.convert_ids_to_tokens(stop),
             "format": form.kind,
             "loss_on": form.loss_on,
             "template": None if template is None else template.facts(),
@@ -88,7 +94,7 @@ class Build:
             "lost_tokens": tally.lost,
             "longest_text": tally.longest,
             "tokenizer_size": len(self.tokenizer),
-        } | described_rows(rows)
+        } | described_rows(rows, stop=stop)
         for name in ("map.arrow", "packed.arrow"):
             (folder / name).unlink(missing_ok=True)
         self._check(facts, len(chosen), without_tokens=tally.without_tokens)

@@ -9,14 +9,19 @@ differently once it goes on is refused.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from toolkit.data.formats import Chat, Format, read_batch, read_chat
+from toolkit.data.formats import Format, Kind, read_batch, read_chat
+from toolkit.data.messages import Chat, functions_of, texts_of
 from toolkit.data.tokens import (
+    CUT_AWAY,
     IGNORED,
     Tally,
     add_row,
@@ -79,11 +84,13 @@ def asked_template(name: str) -> Template:
         ) from error
 
 
-def find_template(tokenizer: PreTrainedTokenizerBase, requested: str | None) -> Template:
+def find_template(
+    tokenizer: PreTrainedTokenizerBase, requested: str | None, kind: Kind = "chat"
+) -> Template:
     """Return the requested template, else the model's, else a shipped one.
 
-    The shipped `chatml` is used if the tokenizer has its two tokens. Otherwise `roles` is used,
-    which needs none.
+    Of the shipped ones, questions and answers get `alpaca`; chats get `chatml` if the tokenizer has
+    its two tokens, and otherwise `roles`, which needs none.
 
     Raises:
         UsageError: there is no such template, or the tokenizer lacks what it needs.
@@ -99,16 +106,17 @@ def find_template(tokenizer: PreTrainedTokenizerBase, requested: str | None) -> 
                 "--chat_template FILE."
             ) from error
     else:
-        template = asked_template("chatml" if _knows_chatml(tokenizer) else "roles")
+        for_chats = "chatml" if _knows_chatml(tokenizer) else "roles"
+        template = asked_template("alpaca" if kind == "question and answer" else for_chats)
     if template.name == "chatml" and not _knows_chatml(tokenizer):
         raise UsageError(
             "The chat template chatml needs <|im_start|> and <|im_end|>, and the tokenizer does "
             "not have them as tokens: pass --chat_template roles."
         )
-    if template.name == "roles" and tokenizer.eos_token is None:
+    if template.name in ("alpaca", "roles") and tokenizer.eos_token is None:
         raise UsageError(
-            "The chat template roles ends turns with the end of text, and the tokenizer has no "
-            "such token: pass --chat_template FILE."
+            f"The chat template {template.name} ends turns with the end of text, and the tokenizer "
+            "has no such token: pass --chat_template FILE."
         )
     return template
 
@@ -194,7 +202,11 @@ class ChatTokeniser:
         rows = empty_rows()
         for number, values in zip(numbers, read_batch(batch, self.form), strict=True):
             where = f"Row {number} of {self.name}"
-            ids, learned = self.tokens(read_chat(values, self.form, where=where), where=where)
+            chat = read_chat(values, self.form, where=where)
+            if self.form.kind == "question and answer" and not chat.messages:
+                self.tally.dropped["empty"] += 1
+                continue
+            ids, learned = self.tokens(chat, where=where)
             pairs = zip(ids, learned, strict=True)
             labels = [token if is_learned else IGNORED for token, is_learned in pairs]
             if not supervised_tokens(labels):
@@ -210,13 +222,19 @@ class ChatTokeniser:
             ids, labels = ids[: self.max_length], labels[: self.max_length]
             if supervised_tokens(labels):
                 add_row(rows, ids, labels, number)
+            else:
+                self.tally.dropped[CUT_AWAY] += 1
         return rows
 
     def tokens(self, chat: Chat, *, where: str) -> tuple[list[int], list[bool]]:
         """Return the whole conversation's token ids, and which of them are learned."""
         if not chat.messages:
             raise UsageError(f"{where} has no messages: remove it.")
-        if self.form.loss_on == "assistant" and self.uses_markers:
+        chat = self._fitted(chat, where)
+        text = self._render(chat, where)
+        self._check_complete(chat, text, where)
+        is_whole = all(map(_is_learned, chat.messages))
+        if self.form.loss_on == "assistant" and self.uses_markers and is_whole:
             ids, learned = self._marked(chat, where)
             self._learn_ends(ids, learned)
             if chat.messages[0]["role"] == "assistant":
@@ -224,13 +242,45 @@ class ChatTokeniser:
                 taken = common_prefix(self._marked(opening, where)[0], ids)
                 learned[:taken] = [False] * taken
         else:
-            text = self._render(chat, where)
             ids, learned = self._by_position(text, self._spans(chat, text, where))
             if self.form.loss_on == "assistant":
                 self._learn_ends(ids, learned)
-        if chat.messages[-1]["role"] == "assistant":
+        if chat.messages[-1]["role"] == "assistant" and _is_learned(chat.messages[-1]):
             self._end(ids, learned)
         return ids, learned
+
+    def _fitted(self, chat: Chat, where: str) -> Chat:
+        """Return a chat with the roles and fields that the template knows."""
+        renamed = {} if "developer" in self.template.text else {"developer": "system"}
+        chat = replace(
+            chat, messages=[m | {"role": renamed.get(m["role"], m["role"])} for m in chat.messages]
+        )
+        functions = list(functions_of(chat.messages))
+        if not functions:
+            return chat
+        # Most templates take the arguments of a call as an object. Those that expect JSON fail, or
+        # write an object down in Python's form.
+        with suppress(UsageError):
+            rendered = self._render(chat, where)
+            if not any(f["arguments"] and repr(f["arguments"]) in rendered for f in functions):
+                return chat
+        as_json = replace(chat, messages=deepcopy(chat.messages))
+        for function in functions_of(as_json.messages):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        with suppress(UsageError):
+            self._render(as_json, where)
+            return as_json
+        return chat
+
+    def _check_complete(self, chat: Chat, rendered: str, where: str) -> None:
+        """Refuse a chat of which the template leaves something out, as without a word it would."""
+        for what, text, times in texts_of(chat):
+            forms = {text, *(json.dumps(text, ensure_ascii=a)[1:-1] for a in (False, True))}
+            if sum(rendered.count(form) for form in forms) < times:
+                raise UsageError(
+                    f"{where}: the chat template ({self.template.name}) leaves out {what}. Pass "
+                    "another --chat_template, or remove it from the row."
+                )
 
     def _spans(self, chat: Chat, text: str, where: str) -> list[tuple[int, int]]:
         """Return the characters of `text` that are learned."""
@@ -244,7 +294,7 @@ class ChatTokeniser:
                 self._prefix(chat, n + 1, text, where, header=False),
             )
             for n, message in enumerate(chat.messages)
-            if message["role"] == "assistant" and n
+            if message["role"] == "assistant" and n and _is_learned(message)
         ]
 
     def _prefix(self, chat: Chat, count: int, text: str, where: str, *, header: bool = True) -> int:
@@ -364,6 +414,11 @@ class ChatTokeniser:
         if self.uses_markers and self.form.loss_on == "assistant":
             why += f", or the chat template ({self.template.name}) marks none in it"
         return f"{where} {why}. Remove or correct the row, or pass --loss_on all."
+
+
+def _is_learned(message: Mapping[str, Any]) -> bool:
+    """Whether a reply may be learned: OpenAI's files leave out those of the weight 0."""
+    return message.get("weight", 1) != 0
 
 
 def _ends(learned: Sequence[bool]) -> Iterator[int]:

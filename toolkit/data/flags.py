@@ -1,9 +1,17 @@
-"""How a flag is declared: a field of a dataclass, read by `transformers.HfArgumentParser`."""
+"""How a flag is declared, a field of a dataclass for `HfArgumentParser`, and where flags stand."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import MISSING, field, fields
+from pathlib import Path
 from typing import Any, Final
+
+import yaml
+
+from toolkit.errors import UsageError
+from toolkit.redaction import learn
 
 SWITCHED_OFF: Final = {"None", "False", "no", "none", "0", "0.0", "[]"}
 """Values that leave a flag switched off."""
@@ -36,3 +44,38 @@ def plain_value(value: Any) -> str:
 def is_on(value: Any) -> bool:
     """Whether a flag's value switches something on."""
     return plain_value(value) not in SWITCHED_OFF
+
+
+def typed_flags(argv: Sequence[str]) -> list[str]:
+    """Return the flags themselves, those of a file of arguments where one was passed."""
+    is_file = len(argv) == 1 and Path(argv[0]).suffix in {".json", ".yaml", ".yml"}
+    return _flags_of_file(argv[0]) if is_file else list(argv)
+
+
+def _flags_of_file(path: str) -> list[str]:
+    """Return the contents of the file of arguments as command-line flags."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"The file of arguments {path} can't be read: {error.strerror}."
+        ) from error
+    try:
+        values = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"The file of arguments {path} can't be parsed: {reason}.") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"The file of arguments {path} must map names of flags to values.")
+
+    flags: list[str] = []
+    for name, value in values.items():
+        if value is None or value == []:
+            continue
+        if isinstance(value, list):
+            flags += [f"--{name}", *map(str, value)]
+        else:
+            # With "=", since a value may start with a dash.
+            flags.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
+    learn(flags)
+    return flags

@@ -1,18 +1,19 @@
 """The meaning of a data row: found from its columns, and converted into one form.
 
-A row is text, a prompt with its completion, or a chat; prompts and completions are text or
-messages. Messages come in OpenAI's style (`role`, `content`) or ShareGPT's (`from`, `value`).
+A row is text, a prompt with its completion, a question with its answer, or a chat; prompts and
+completions are text or messages. `messages` reads the messages of a chat. A question with its
+answer, such as Alpaca's columns, becomes a chat of two turns.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit.data.arguments import DataArguments
+from toolkit.data.messages import Chat, read_messages, read_tools, with_system
 from toolkit.data.tokens import in_batches
 from toolkit.errors import UsageError
 
@@ -21,30 +22,35 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["text", "prompt and completion", "chat", "chat prompt and completion"]
+Kind = Literal[
+    "text", "prompt and completion", "question and answer", "chat", "chat prompt and completion"
+]
 LossOn = Literal["all", "completion", "assistant"]
 
 _PAIR = ("prompt", "completion")
 _CHAT_COLUMNS = ("messages", "conversations")
-_TOOLS = "tools"
+_TOOLS = ("tools", "functions")
+_SYSTEM = ("system", "system_prompt")
+
+_ANSWERS = {
+    "instruction": ("output", "response", "completion", "answer"),
+    "prompt": ("response",),
+    "question": ("answer", "response"),
+    "query": ("response", "answer"),
+}
+"""Columns of questions, and those of their answers beside them."""
+
+_INPUTS = ("input", "context")
+"""Columns of what a question is about."""
 
 _LOSSES: dict[Kind, tuple[LossOn, ...]] = {
     "text": ("all",),
     "prompt and completion": ("completion", "all"),
+    "question and answer": ("assistant", "all"),
     "chat": ("assistant", "all"),
     "chat prompt and completion": ("completion", "assistant", "all"),
 }
 """The parts of a row that can be learned, by kind; the first is the default."""
-
-ROLES = {
-    "system": "system",
-    "developer": "developer",
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "model", "bing", "bard"), "assistant"),
-    "function_call": "assistant",
-    **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
-}
-"""Speakers in ShareGPT-style data, and the roles of chat templates that they have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,21 +63,13 @@ class Format:
     features: Mapping[str, Any]
     """Of the columns, as `datasets` describes them."""
 
-    tools: bool = False
-    """Whether the last column holds the tools of a chat."""
+    system: str | None = None
+    tools: str | None = None
+    """The columns that hold these, the last of `columns`."""
 
     @property
     def is_chat(self) -> bool:
-        return self.kind.startswith("chat")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chat:
-    """One conversation; `prompt` counts the messages at its start that were only asked."""
-
-    messages: list[dict[str, Any]]
-    prompt: int
-    tools: list[Any] | None
+        return self.kind not in ("text", "prompt and completion")
 
 
 def find_format(dataset: Dataset, name: str, arguments: DataArguments) -> Format:
@@ -93,7 +91,9 @@ def find_format(dataset: Dataset, name: str, arguments: DataArguments) -> Format
         for column in columns:
             _check_text(dataset, name, column)
     kind: Kind
-    if len(columns) == 2:
+    if columns[0] in _ANSWERS and columns != _PAIR:
+        kind = "question and answer"
+    elif len(columns) == 2:
         kind = "chat prompt and completion" if chats[0] else "prompt and completion"
     else:
         kind = "chat" if chats[0] else "text"
@@ -111,13 +111,20 @@ def find_format(dataset: Dataset, name: str, arguments: DataArguments) -> Format
             f"--loss_on {loss_on} does not fit {name}, whose rows are {kind}: use "
             f"{' or '.join(allowed)}, or leave it out for {allowed[0]}."
         )
-    tools = chats[0] and _TOOLS in dataset.column_names
-    columns = (*columns, _TOOLS) if tools else columns
+    system = tools = None
+    if kind in ("chat", "question and answer"):
+        system = next((column for column in _SYSTEM if column in dataset.column_names), None)
+    if chats[0]:
+        tools = next((column for column in _TOOLS if column in dataset.column_names), None)
+    columns += tuple(column for column in (system, tools) if column is not None)
     features = {column: dataset.features[column] for column in columns}
-    return Format(kind=kind, columns=columns, loss_on=loss_on, features=features, tools=tools)
+    return Format(
+        kind=kind, columns=columns, loss_on=loss_on, features=features, system=system, tools=tools
+    )
 
 
 def _columns(dataset: Dataset, name: str, arguments: DataArguments) -> tuple[str, ...]:
+    """Return the columns that are trained on, or that ask for what is."""
     there = set(dataset.column_names)
     requested = arguments.text_column or arguments.messages_column
     chats = [column for column in _CHAT_COLUMNS if column in there]
@@ -125,20 +132,42 @@ def _columns(dataset: Dataset, name: str, arguments: DataArguments) -> tuple[str
         columns: tuple[str, ...] = (requested,)
     elif set(_PAIR) <= there:
         columns = _PAIR
+    elif not chats and (asked := _asked_columns(there, name)):
+        columns = asked
     elif "text" in there or not chats:
         columns = ("text",)
         if chats:
             logger.info("%s has text and %s: --messages_column %s", name, chats[0], chats[0])
     else:
         columns = (chats[0],)
-    if not set(columns) <= there:
+    is_tree = requested is None and {"parent_id", "role"} <= there
+    if is_tree or not set(columns) <= there:
         missing = f"no column {requested!r}" if requested else "no column to train on"
+        missing = "one message of a tree in each row, and no chats" if is_tree else missing
         raise UsageError(
             f"{name} has {missing}; its columns are: {', '.join(dataset.column_names) or 'none'}. "
             "Name the column with --text_column or --messages_column, or rename the columns to "
-            "text, messages, or prompt and completion."
+            "text, messages, prompt and completion, or instruction, input and output."
         )
     return columns
+
+
+def _asked_columns(there: set[str], name: str) -> tuple[str, ...]:
+    """Return the columns of a question, what it is about and its answer; none if there are none."""
+    pairs = [
+        (asked, answer)
+        for asked, answers in _ANSWERS.items()
+        for answer in answers
+        if {asked, answer} <= there
+    ]
+    inputs = [column for column in _INPUTS if column in there]
+    if pairs and (len(pairs) > 1 or len(inputs) > 1):
+        listed = sorted({column for pair in pairs for column in pair}.union(inputs))
+        raise UsageError(
+            f"{name} can be read in several ways, by its columns {', '.join(listed)}: keep one "
+            "question, one answer and at most one input, or name one column with --text_column."
+        )
+    return (pairs[0][0], *inputs, pairs[0][1]) if pairs else ()
 
 
 def _check_text(dataset: Dataset, name: str, column: str) -> None:
@@ -178,71 +207,31 @@ def read_batch(batch: Mapping[str, Sequence[Any]], form: Format) -> Iterator[lis
 def read_chat(values: Sequence[Any], form: Format, *, where: str) -> Chat:
     """Return the conversation in one row's columns in OpenAI's style; errors name it by `where`.
 
+    A question whose answer is blank gives a chat without messages.
+
     Raises:
-        UsageError: it is no list of messages, or a role or speaker is not known.
+        UsageError: it is no list of messages, or a message is not understood, or not text.
     """
-    tools = _tools(values[-1], where) if form.tools else None
-    parts = [_messages(value, where) for value in (values[:-1] if form.tools else values)]
+    row = dict(zip(form.columns, values, strict=True))
+    tools = read_tools(row.pop(form.tools), where) if form.tools else None
+    system = row.pop(form.system) if form.system else None
+    if form.kind == "question and answer":
+        question, *contexts, answer = (text or "" for text in row.values())
+        if not answer.strip():
+            return Chat(messages=[], prompt=0, tools=None)
+        # The template `alpaca` takes the question and its input apart.
+        context = "".join(contexts) if "".join(contexts).strip() else ""
+        asked = {"content": "\n\n".join(filter(str.strip, (question, context)))}
+        asked |= {"role": "user", "instruction": question, "input": context}
+        turns = [asked, {"role": "assistant", "content": answer}]
+        return Chat(messages=with_system(system, turns, where), prompt=0, tools=None)
+    parts = [read_messages(value, where) for value in row.values()]
+    parts[0] = with_system(system, parts[0], where)
     return Chat(
         messages=[message for part in parts for message in part],
         prompt=len(parts[0]) if len(parts) == 2 else 0,
         tools=tools,
     )
-
-
-def _messages(value: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise UsageError(f"{where} holds {value!r:.60} where a list of messages should be.")
-    return [_message(message, where) for message in value]
-
-
-def _message(message: Any, where: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise UsageError(f"{where} holds the message {message!r:.60}, which is no mapping.")
-    message = {name: value for name, value in message.items() if value is not None}
-    if isinstance(message.get("role"), str):
-        _check_says_something(message, "role", "content", where)
-        return message
-    speaker = message.get("from")
-    if not isinstance(speaker, str):
-        raise UsageError(
-            f"{where} holds a message with the fields {', '.join(message) or 'none'}: write role "
-            "and content, or from and value."
-        )
-    if speaker.lower() not in ROLES:
-        raise UsageError(
-            f"{where} has a message from {speaker!r}; known are {', '.join(ROLES)}. Rename it."
-        )
-    _check_says_something(message, "from", "value", where)
-    others = {name: value for name, value in message.items() if name not in ("from", "value")}
-    return {"role": ROLES[speaker.lower()], "content": message.get("value", "")} | others
-
-
-def _check_says_something(
-    message: Mapping[str, Any], speaker: str, content: str, where: str
-) -> None:
-    """Refuse a message whose content is null, unless it says something by other means.
-
-    Calls of tools do, or thoughts: text or lists beside the name of the speaker.
-    """
-    others = (value for name, value in message.items() if name not in (speaker, "name"))
-    if content not in message and not any(isinstance(v, str | list | dict) and v for v in others):
-        raise UsageError(
-            f"{where} has a message from {message[speaker]!r} whose {content} is null. Write what "
-            "it says, or remove the row."
-        )
-
-
-def _tools(value: Any, where: str) -> list[Any] | None:
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise UsageError(f"The tools of {where} are no JSON: {error}.") from error
-    if value and not isinstance(value, list):
-        raise UsageError(f"The tools of {where} are {value!r:.60}, not a list of JSON schemas.")
-    # A column of JSON may hold each schema as text.
-    return [json.loads(tool) if isinstance(tool, str) else tool for tool in value or []] or None
 
 
 def _as_written(value: Any, feature: Any) -> Any:

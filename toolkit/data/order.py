@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit.data.packing import pack
-from toolkit.data.tokens import IGNORED
+from toolkit.data.tokens import IGNORED, in_batches
 from toolkit.errors import UsageError
 from toolkit.records.record import FILLER_ID
 
@@ -81,6 +81,17 @@ def training_rows(
         return ragged
     packed = pack(dataset, length=max_length, rows=throughput_steps * global_batch)
     return concatenate_datasets([ragged, packed])
+
+
+def count_trained(rows: Dataset, number: int) -> tuple[int, int]:
+    """Count the first rows and their tokens, without those that only fill steps."""
+    trained = tokens = 0
+    for table in in_batches(rows.select(range(number)).with_format("arrow")):
+        lengths = table["input_ids"].combine_chunks().value_lengths().to_numpy()
+        real = table["sample_id"].to_numpy() != FILLER_ID
+        trained += int(real.sum())
+        tokens += int(lengths[real].sum())
+    return trained, tokens
 
 
 def validation_rows(dataset: Dataset, *, global_batch: int, pad_token_id: int = 0) -> Dataset:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RECIPE = 5
+_RECIPE = 6
 """Version of a cached folder's contents: raise it with any change to them."""
 
 
@@ -58,6 +58,14 @@ class PreparedData:
     """Version of the Python that the rows come from; None for other data."""
 
     folder: Path
+
+    dropped_why: dict[str, int] = field(default_factory=dict[str, int])
+    """The number of rows left out, by the reason."""
+
+    columns: list[str] = field(default_factory=list[str])
+    """The columns of the source that were read."""
+
+    unread_columns: list[str] = field(default_factory=list[str])
 
     format: str = "text"
     """The rows of the source, as `formats.Kind` names them."""
@@ -88,6 +96,12 @@ class PreparedData:
     supervised_tokens: int | None = None
     """Tokens that are predicted and trained on."""
 
+    stop_token: str | None = None
+    """The token that ends a text, or a turn of a chat."""
+
+    rows_with_stop: int | None = None
+    """Rows in which it is trained on."""
+
     asked: dict[str, Any] = field(default_factory=dict[str, Any], compare=False)
     """The flags of `DataArguments` that were not at their defaults."""
 
@@ -114,29 +128,36 @@ class PreparedData:
     def notes(self) -> list[str]:
         """Return sentences on what was done to the rows without being asked for."""
         notes: list[str] = []
+        if self.format == "question and answer":
+            columns, others = ", ".join(self.columns), ", ".join(self.unread_columns)
+            read = f"{columns} are read as a turn of the user and a reply"
+            read += f"; not read: {others}" if others else ""
+            notes.append(one_line(f"{self.name}: {read}"))
         if (name := self.brought_template) is not None:
             notes.append(
                 f"the model has no chat template: the chats of {one_line(self.name)} are trained "
                 f"with {name}, which comes with the toolkit and is saved with the model "
                 "(--chat_template chooses another)"
             )
-        if self.dropped:
-            notes.append(
-                f"{one_line(self.name)}: {self.dropped} of {self.dropped + (self.texts or 0)} rows "
-                "are left out, without a token to train on within --max_length"
-            )
-        return [*notes, *self.cuts()]
+        return [*notes, *(f"{one_line(self.name)}: {text}" for text in self.left_out())]
 
-    def cuts(self) -> list[str]:
-        """Return a sentence on the ends that rows lost, if they did and it matters."""
-        if not self.truncated or self.python is not None:  # the built-in data are for measuring
-            return []
-        lost = self.lost_tokens or 0
-        return [
-            f"{one_line(self.name)}: {self.truncated:,} of {self.texts:,} texts are cut to "
-            f"--max_length, and the {lost / (lost + (self.tokens or 0)):.1%} of all tokens behind "
-            f"are not trained on (--max_length {self.longest_text} keeps all)"
-        ]
+    def left_out(self) -> list[str]:
+        """Return sentences on the rows, and the ends of rows, that are not trained on."""
+        texts: list[str] = []
+        if self.dropped:
+            why = ", ".join(f"{count:,} {reason}" for reason, count in self.dropped_why.items())
+            texts.append(
+                f"{self.dropped} of {self.dropped + (self.texts or 0)} rows are left out, without "
+                f"a token to train on within --max_length ({why})"
+            )
+        if self.truncated and self.python is None:  # the built-in data are for measuring
+            lost = self.lost_tokens or 0
+            texts.append(
+                f"{self.truncated:,} of {self.texts:,} texts are cut to --max_length, and the "
+                f"{lost / (lost + (self.tokens or 0)):.1%} of all tokens behind are not trained on "
+                f"(--max_length {self.longest_text} keeps all)"
+            )
+        return texts
 
     def facts(self) -> dict[str, Any]:
         left_out = ("folder", "largest_id", "tokenizer_size")

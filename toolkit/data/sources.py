@@ -1,4 +1,4 @@
-"""Sources of rows, read by `datasets`: a file, a data set on the Hub or the built-in data.
+"""Sources of rows, read by `datasets`: files, a data set on the Hub or the built-in data.
 
 Streamed, rows are fetched one by one up to the number that is needed, and the rest is neither
 downloaded nor converted; they are then tokenised into the cache like any other data, so that every
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from toolkit.data.arguments import DataArguments
 from toolkit.data.built_in import BUILT_IN_DATA, standard_library_hash, standard_library_texts
+from toolkit.data.tokens import digest
 from toolkit.errors import UsageError, sentence_of
 
 if TYPE_CHECKING:
@@ -92,17 +93,23 @@ _FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """The builder of `datasets` for each kind of file, and its options."""
 
+TEXT_FILES: Final = (".txt", ".md")
+"""Files of a folder of which each is one row."""
+
 
 def check_file(path: Path, *, flag: str) -> None:
     """Check that a file of rows can be read, without a look at them.
 
     Raises:
-        UsageError: it is not there, empty, or of no format that is read here.
+        UsageError: it is not there, empty, or of no format that is read here; or it is a folder
+            without text files, or with other files.
     """
+    if path.is_dir():
+        _text_files(path, flag)
+        return
     if not path.is_file():
-        problem = "is a folder, not a file" if path.is_dir() else "is not there"
         raise UsageError(
-            f"{flag} {path} {problem}: check the path (this is {Path.cwd()}), or leave it out "
+            f"{flag} {path} is not there: check the path (this is {Path.cwd()}), or leave it out "
             "for the built-in data."
         )
     if path.suffix not in _FORMATS:
@@ -114,6 +121,38 @@ def check_file(path: Path, *, flag: str) -> None:
         raise UsageError(f"{path} is empty: zero training rows. Pass a file with rows.")
 
 
+def _text_files(folder: Path, flag: str) -> list[Path]:
+    """Return the text files of a folder, by name; hidden files are left out.
+
+    Raises:
+        UsageError: there are none, or others beside them.
+    """
+    inside = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    others = [path.name for path in inside if not path.is_file() or path.suffix not in TEXT_FILES]
+    if others or not inside:
+        raise UsageError(
+            f"{flag} {folder} holds {others[0] if others else 'no files'}: a folder holds text "
+            "alone, in .txt or .md files of which each is a row. Remove other files, or name one "
+            "file, or pass a folder of data files as --dataset_name."
+        )
+    return inside
+
+
+def _folder_source(folder: Path, flag: str, limit: int | None) -> Source:
+    files = _text_files(folder, flag)[:limit]
+    for path in files:
+        _check_text(path, None)
+    texts = [path.read_text(encoding="utf-8") for path in files]
+
+    def load(_: Path) -> Dataset:
+        from datasets import Dataset
+
+        return Dataset.from_dict({"text": texts})
+
+    identity = digest("folder", [path.name for path in files], texts)
+    return Source(name=folder.resolve().name, identity=identity, load=load)
+
+
 def _load_built_in(_: Path) -> Dataset:
     from datasets import Dataset
 
@@ -122,6 +161,8 @@ def _load_built_in(_: Path) -> Dataset:
 
 def _file_source(path: Path, flag: str, limit: int | None) -> Source:
     check_file(path, flag=flag)
+    if path.is_dir():
+        return _folder_source(path, flag, limit)
     if path.suffix != ".parquet":
         _check_text(path, limit)
     builder, options = _FORMATS[path.suffix]
@@ -203,6 +244,7 @@ def _depth_after(line: bytes, depth: int) -> int:
 
 def _hub_source(arguments: DataArguments, split: str, limit: int | None) -> Source:
     from datasets import load_dataset, load_dataset_builder
+    from datasets.config import HF_DATASETS_CACHE
     from datasets.exceptions import DatasetsError
 
     name, config = arguments.dataset_name, arguments.dataset_config_name
@@ -217,9 +259,12 @@ def _hub_source(arguments: DataArguments, split: str, limit: int | None) -> Sour
                 return Source(name=name, identity=identity, load=lambda _: _first_of(stream, limit))
             dataset = load_dataset(name, config, split=split)
         # An unknown configuration or split is a ValueError, no network a ConnectionError.
+        # An unknown configuration or split is a ValueError, no network a ConnectionError.
         except (DatasetsError, ValueError, OSError) as error:
+            offline = f" It is not in the cache ({HF_DATASETS_CACHE}): run once with a network."
+            why = sentence_of(error) + offline * isinstance(error, ConnectionError)
             raise UsageError(
-                f"The data set {name!r} can't be loaded: {sentence_of(error)} Check "
+                f"The data set {name!r} can't be loaded: {why} Check "
                 "--dataset_name, --dataset_config_name, --dataset_split and the network; or pass "
                 "--train_file, or neither for the built-in data."
             ) from error

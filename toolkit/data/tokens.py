@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """The label of a token that the loss leaves out, as PyTorch and transformers have it."""
+
+CUT_AWAY = "cut before the first token to train on"
+"""Why a row is left out that --max_length cut too short."""
 
 CACHES = ("cache", "past_key_values")
 """Names of a model's argument for the cache of keys and values: transformers 5.24 renamed it."""
@@ -38,6 +42,9 @@ class Tally:
 
     without_tokens: int = 0
     """Rows of text that the tokenizer has no token for."""
+
+    dropped: Counter[str] = field(default_factory=Counter[str])
+    """Rows that were left out, by the reason."""
 
     def cut(self, length: int, max_length: int) -> None:
         """Count a row that is about to be cut."""
@@ -95,15 +102,20 @@ def tokenise(
         masked = common_prefix(prompt, ids)
         if is_learned and empty.issuperset(ids[masked:]):
             tally.without_tokens += 1
+            tally.dropped["text that the tokenizer has no token for"] += 1
             continue
         if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
             ids = [*ids, tokenizer.eos_token_id]
-        if is_learned:
-            tally.cut(len(ids), max_length)
+        if not is_learned or len(ids) < 2:
+            tally.dropped["empty"] += 1
+            continue
+        tally.cut(len(ids), max_length)
         ids = ids[:max_length]
         labels = [IGNORED] * min(masked, len(ids)) + ids[masked:]
-        if is_learned and supervised_tokens(labels):
+        if supervised_tokens(labels):
             add_row(rows, ids, labels, number)
+        else:
+            tally.dropped[CUT_AWAY] += 1
     return rows
 
 
@@ -142,12 +154,17 @@ def row_features(*, positions: bool = False) -> Features:
     return Features(columns | ({"position_ids": ids} if positions else {}))
 
 
-def described_rows(rows: Dataset) -> dict[str, Any]:
-    """Return the hash and the counts of tokenised rows, read batch by batch."""
+def described_rows(rows: Dataset, *, stop: int | None = None) -> dict[str, Any]:
+    """Return the hash and the counts of tokenised rows, read batch by batch.
+
+    Args:
+        rows: Tokenised rows.
+        stop: The token that ends a text or a turn; the rows are counted that learn it.
+    """
     import numpy as np
 
     content = hashlib.sha256()
-    largest = tokens = supervised = longest = 0
+    largest = tokens = supervised = longest = stopping = 0
     lists = [name for name in ("input_ids", "labels", "position_ids") if name in rows.column_names]
     for table in in_batches(rows.with_format("arrow")):
         sample_ids = table["sample_id"].combine_chunks().to_numpy(zero_copy_only=False)
@@ -165,12 +182,14 @@ def described_rows(rows: Dataset) -> dict[str, Any]:
             if name == "labels":
                 firsts = np.cumsum(lengths) - lengths
                 supervised += int((values != IGNORED).sum() - (values[firsts] != IGNORED).sum())
+                stopping += int(np.logical_or.reduceat(values == stop, firsts).sum())
     return {
         "tokens_hash": content.hexdigest(),
         "largest_id": largest,
         "longest": longest,
         "tokens": tokens,
         "supervised_tokens": supervised,
+        "rows_with_stop": stopping,
     }
 
 

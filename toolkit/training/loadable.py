@@ -80,6 +80,11 @@ def count_parameters(folder: Path) -> int | None:
     return total if files else None
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds weights, in one of the formats that `from_pretrained` reads."""
+    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
+
+
 def check_split(
     folder: str, strategy: Strategy, num_processes: int, *, trust_remote_code: bool = False
 ) -> None:
