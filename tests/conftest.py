@@ -224,6 +224,25 @@ def command(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def small_model(tmp_path_factory, launch_environment):
+    """A model of two layers, with the tokenizer of the built-in one."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    from toolkit.training.model import build_model
+
+    folder = tmp_path_factory.mktemp("small")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "TOOLKIT_CACHE", launch_environment["TOOLKIT_CACHE"])
+        tokenizer = AutoTokenizer.from_pretrained(build_model())
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=2, **sizes, **heads)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def session_cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 

@@ -15,7 +15,7 @@ from toolkit.errors import UsageError
 from toolkit.launching.forking import COLD
 
 FAILS = 'print("before it")\nraise ValueError("no such column: text")\n'
-INTERRUPTED_AFTER = "'loss':"
+INTERRUPTED_AFTER = "step 1/"
 ENDED = "Interrupted: every process of the run has ended."
 
 

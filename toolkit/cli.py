@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, cast, get_args, get_type_hints
 
 import typer
 
@@ -268,6 +268,49 @@ def compare(
 
 
 @app.command(
+    short_help="Fine-tune a model on your data, under one strategy.",
+    # The flags of toolkit.train are passed on as they are.
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    epilog=_examples(
+        "toolkit train --train_file rows.jsonl --model_name_or_path MODEL --bf16 True",
+        "toolkit train --train_file rows.jsonl --strategy zero3 --method lora",
+    ),
+)
+def train(
+    context: typer.Context,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            help="Its name; left out, the first that fits the GPUs of this machine.",
+            autocompletion=_complete_strategies,
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="An Accelerate YAML of your own, in place of a strategy.")
+    ] = None,
+    num_processes: Annotated[
+        int | None, typer.Option(help="Ranks; the number of GPUs if left out.")
+    ] = None,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Train also where the planner says it is too large.")
+    ] = False,
+) -> None:
+    """Fine-tune a model on your data.
+
+    All other flags are those of toolkit.train: python -m toolkit.train --help lists them.
+    """
+    from rich.console import Console
+
+    from toolkit.train_command import TrainOptions
+    from toolkit.train_command import train as run
+
+    options = TrainOptions(
+        strategy=strategy, config=config, num_processes=num_processes, anyway=anyway
+    )
+    raise typer.Exit(run(context.args, options, console=Console()))
+
+
+@app.command(
     epilog=_examples(
         "toolkit prepare", "toolkit prepare -- --train_file my.jsonl --max_length 1024"
     )
@@ -288,6 +331,28 @@ def prepare(
         return
     for line in described(facts):
         typer.echo(line)
+
+
+@app.command(
+    epilog=_examples(
+        'toolkit generate runs/mine/final "What is a gradient?"',
+        'toolkit generate runs/mine "A joke, please." --temperature 0.8 --seed 1',
+    ),
+)
+def generate(
+    folder: Annotated[Path, typer.Argument(help="A saved model or adapter, or its run.")],
+    prompt: Annotated[str, typer.Argument(help='In quotes; "-": one on each line of stdin.')],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0: no sampling.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Of sampling.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of sampling; it repeats an answer.")] = 0,
+    plain: Annotated[bool, typer.Option("--plain", help="Leave the chat template out.")] = False,
+) -> None:
+    """Answer a prompt with a trained model. Left out, settings are those of the model."""
+    from toolkit.launching.generating import generate as answer
+
+    sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    answer(folder, prompt, most=max_new_tokens, plain=plain, **sampling)
 
 
 @app.command(
@@ -470,6 +535,27 @@ def _names(text: str) -> list[str]:
     return [name for part in text.split(",") if (name := part.strip())]
 
 
+COMMAND_LINE_ERROR: Any = typer.BadParameter.__bases__[0]
+"""Click's UsageError; typer 0.29 has a click of its own."""
+
+
+def _sentence(error: Exception) -> str | None:
+    """Return what a mistake of the user's is, None for another error."""
+    if isinstance(error, OSError):
+        return file_sentence(error)
+    if not isinstance(error, COMMAND_LINE_ERROR):
+        return str(error)
+    problem = cast("typer.BadParameter", error)
+    text, context = problem.format_message(), problem.ctx
+    if context is None or "\n" in text:
+        return text
+    text = f"{text.rstrip('.?')}{'?' if text.endswith('?') else '.'}"
+    flags = [word for word in sys.argv if word.startswith("--")]
+    if "No such option" in text and "FLAGS" in str(context.command.collect_usage_pieces(context)):
+        text += f" Flags of toolkit.train stand behind --: {context.command_path} -- {flags[0]} ..."
+    return f"{text} See {context.command_path} --help."
+
+
 def main() -> None:
     """Run the command; a mistake of the user's is one sentence and exit code 2.
 
@@ -479,12 +565,13 @@ def main() -> None:
     gc.set_threshold(50_000)
     redact_output()
     try:
-        app(prog_name="toolkit")
-    except (UsageError, OSError) as error:
-        sentence = str(error) if isinstance(error, UsageError) else file_sentence(error)
+        raise SystemExit(app(prog_name="toolkit", standalone_mode=False))
+    except (UsageError, OSError, COMMAND_LINE_ERROR) as error:
+        sentence = _sentence(error)
         if sentence is None:
             raise
-        print(f"toolkit: {sentence}", file=sys.stderr)  # noqa: T201
+        is_help = "\n" in sentence  # a verb without arguments shows it
+        print(sentence if is_help else f"toolkit: {sentence}", file=sys.stderr)  # noqa: T201
         try:
             sys.stdout.flush()
         except OSError:

@@ -17,6 +17,14 @@ and halves of a surrogate pair, which no file can hold; the inside of a characte
 UNSEEN_OR_SPLIT: Final = re.compile(f"[\t\n{UNSEEN}]")
 
 
+CONTROL_CHARACTERS: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
+
+
+def plain(text: str) -> str:
+    """Return `text` without characters that would move the cursor or colour the screen."""
+    return CONTROL_CHARACTERS.sub("", text)
+
+
 def one_line(text: str) -> str:
     r"""Return `text` with its control characters spelled out: a line feed is `\n`."""
     return UNSEEN_OR_SPLIT.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

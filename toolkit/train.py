@@ -27,8 +27,10 @@ from toolkit.rehearse import (
     print_full_disk,
     print_reason,
 )
+from toolkit.training.flags import checked_flags
 
 if TYPE_CHECKING:
+    from toolkit.training.arguments import OwnArguments
     from toolkit.training.job import Job
 
 EXIT_FAILED: Final = 1
@@ -43,6 +45,9 @@ def main() -> None:
     redact_output()
     quiet()
     os.environ["PYTHONSAFEPATH"] = "1"  # workers that are spawned start as this rank did
+    argv = sys.argv[1:]
+    sys.argv[1:] = redacted_words(argv)  # trackers keep the command line of a run
+    own = _checked_flags(argv)
     # torch is imported only now: its warnings pass the filters set up above, and a launcher
     # that ends meanwhile takes this rank with it.
     from toolkit.checkpoints.preemption import EXIT_PREEMPTED, Preempted
@@ -50,9 +55,7 @@ def main() -> None:
 
     code = 0
     try:
-        argv = sys.argv[1:]
-        sys.argv[1:] = redacted_words(argv)  # trackers keep the command line of a run
-        _train(argv, refused_by=Refused)
+        _train(own, refused_by=Refused)
     except UsageError as error:
         code = print_reason(EXIT_USAGE, str(error))
     except Refused as error:
@@ -75,7 +78,18 @@ def main() -> None:
     os._exit(code)  # a rank that failed would wait in its exit handlers for its neighbours
 
 
-def _train(argv: list[str], *, refused_by: type[BaseException]) -> None:
+def _checked_flags(argv: list[str]) -> OwnArguments:
+    """Return the flags, or leave with a sentence about them, before torch is imported."""
+    try:
+        return checked_flags(argv)
+    except UsageError as error:
+        if STATUS_DIR in os.environ:
+            StatusFile(Path(os.environ[STATUS_DIR]), rank()).failed(error, "usage")
+        print_reason(EXIT_USAGE, str(error))
+        os._exit(EXIT_USAGE)
+
+
+def _train(own: OwnArguments, *, refused_by: type[BaseException]) -> None:
     from toolkit.measuring import machines
 
     if STATUS_DIR in os.environ:  # a launcher that listens hears of mistakes too
@@ -83,12 +97,12 @@ def _train(argv: list[str], *, refused_by: type[BaseException]) -> None:
         with guard(status, refused_by=(refused_by,)):
             check_package_folder()
             with machines.watched(meeting=True):
-                job = _checked(argv, status)
+                job = _checked(own, status)
             with machines.watched():
                 _run(job, status)
         return
     with machines.watched(meeting=True):
-        job = _checked(argv)  # without a launcher, a mistake leaves no files behind
+        job = _checked(own)  # without a launcher, a mistake leaves no files behind
     status = StatusFile(status_folder(job.output_dir), rank())
     with guard(status, refused_by=(refused_by,)), machines.watched():
         _run(job, status)
@@ -98,13 +112,11 @@ def _train(argv: list[str], *, refused_by: type[BaseException]) -> None:
 # must come after a rehearsal has hidden the GPUs, which happens in the check of the job.
 
 
-def _checked(argv: list[str], status: StatusFile | None = None) -> Job:
+def _checked(own: OwnArguments, status: StatusFile | None = None) -> Job:
     """Return the training that the flags ask for; its preparation of data is watched, too."""
     from toolkit.measuring import machines
     from toolkit.training.job import checked_job
-    from toolkit.training.request import checked_flags
 
-    own = checked_flags(argv)
     if not (seconds := own.run.hang_timeout):
         return checked_job(own)
     watchdog = watching(

@@ -54,6 +54,7 @@ IMPORTED: Final = (
     "datasets",
     "toolkit.training.run",
     "toolkit.training.prepare",
+    "toolkit.training.preparing",
     "toolkit.measuring.foreign",
 )
 

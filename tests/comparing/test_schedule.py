@@ -31,13 +31,13 @@ from toolkit.comparing.bisect.running import bisect_runs
 from toolkit.comparing.report import figures
 from toolkit.comparing.report.diff.match import SAME_TRAINING
 from toolkit.comparing.report.remake import remake
-from toolkit.comparing.run import preparing, schedule, starting
+from toolkit.comparing.run import schedule, starting
 from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.rebuilding import restore
 from toolkit.comparing.run.schedule import compare
 from toolkit.errors import UsageError
-from toolkit.launching import forking, launch
+from toolkit.launching import forking, launch, preparing
 from toolkit.launching.forking import SOCKET
 from toolkit.records.results import read_results
 

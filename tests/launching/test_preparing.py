@@ -48,15 +48,18 @@ def test_it_says_in_words_and_json_what_is_in_the_cache_and_does_it_once(prepare
     facts = json.loads(again.stdout)
     data, validation = facts["data"], facts["validation"]
     assert data["rows"] + validation["rows"] == 20
-    said = dict(line.split(maxsplit=1) for line in first.stdout.splitlines() if line[:1] != " ")
+    table, _, shown = first.stdout.partition("\n\n")
+    said = dict(line.split(maxsplit=1) for line in table.splitlines() if line[:1] != " ")
     assert said["data"] == "chats.jsonl (chat)"
     assert said["chat"].split() == ["template", "roles"]
     assert said["packing"] == "none"
     assert said["cache"] == data["folder"]
     assert os.path.isfile(os.path.join(data["folder"], "facts.json"))
     share = f"{data['supervised_tokens'] / data['tokens']:.0%}"
-    learned = said["tokens"] if "learned" in said["tokens"] else ""
-    assert learned.split()[1:] == [str(data["supervised_tokens"]), f"({share})"]
+    trained = said["tokens"] if "trained" in said["tokens"] else ""
+    assert "⟦b " in shown  # the marks are there without a terminal, and its codes are not
+    assert "\x1b" not in shown
+    assert trained.split()[1:] == [str(data["supervised_tokens"]), f"({share})"]
 
 
 def test_a_terminal_gets_a_bar(prepare, tmp_path):

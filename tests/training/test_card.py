@@ -35,6 +35,22 @@ EVALUATION = [
 ]
 
 
+SUMMARY = {
+    "steps": 100,
+    "epochs": 1600 / 12345,
+    "rows": 1600,
+    "tokens": 98765,
+    "first_loss": 3.25,
+    "last_loss": 1.75,
+    "perplexity": 4.4817,
+    "left_out": ["3 of 12,345 texts are cut to --max_length"],
+    "strategy": "zero2",
+    "num_processes": 2,
+    "rehearsal": False,
+    "seconds": 75.4,
+}
+
+
 @pytest.fixture(scope="module")
 def accelerator():
     return Accelerator(cpu=True)
@@ -77,8 +93,7 @@ def card(dataset_name="org/rows", **changes):
         described(**changes),
         num_processes=2,
         evaluation=EVALUATION,
-        losses=(3.25, 1.75),
-        resumed=False,
+        summary=SUMMARY,
         dataset_name=dataset_name,
     )
 

@@ -29,7 +29,7 @@ from toolkit.training.model import (
     resolve_model,
     resolve_tokenizer,
 )
-from toolkit.training.prepare import main
+from toolkit.training.preparing import main
 
 
 def digests(folder):

@@ -13,7 +13,8 @@ from toolkit.comparing.run.rows import _run_facts
 from toolkit.errors import UsageError
 from toolkit.planning.of_run import job_of
 from toolkit.training.model import build_model
-from toolkit.training.prepare import main, prepare
+from toolkit.training.prepare import prepare
+from toolkit.training.preparing import main
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 ROWS = ("--max_train_samples", "40")

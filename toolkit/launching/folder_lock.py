@@ -41,8 +41,12 @@ class FolderLock:
 
     def undo(self) -> None:
         """Restore the folder as it was before it was locked; remove it if it was not there."""
-        _remove(self.made)
+        self.unmark()
         self.release()
+
+    def unmark(self) -> None:
+        """Remove what locking made: the lock file, and the folder if nothing else is in it."""
+        _remove(self.made)
 
     def __enter__(self) -> FolderLock:
         return self

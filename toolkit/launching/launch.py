@@ -89,12 +89,13 @@ def run(
     loopback: bool = False,
     on_line: Callable[[str], None] | None = None,
     on_step: Callable[[int], None] | None = None,
+    on_stop: Callable[[signal.Signals], None] | None = None,
 ) -> Outcome:
     """Run `command`, a launcher of ranks, until it ends or has to be ended.
 
     It is ended when a rank failed, refused or vanished (the others get a few seconds to leave by
     themselves) and when the time is up. Ctrl-C, SIGTERM and SIGHUP end it too, before they are
-    passed on.
+    passed on. With `on_stop` the first of them asks the ranks to save and leave.
 
     Args:
         command: The result of `launch_command`, or any other command.
@@ -106,6 +107,7 @@ def run(
         loopback: Bind gloo to the loopback interface; only where all ranks are on this machine.
         on_line: Gets each line of output as it comes.
         on_step: Gets the number of steps that every rank has finished, when it grows.
+        on_stop: Gets the signal that asks the ranks to leave.
     """
     follower = Follower(
         command=list(command),
@@ -116,8 +118,10 @@ def run(
         | {STATUS_DIR: str((folder / "status").absolute())},
         on_line=on_line or (lambda line: None),
         on_step=on_step or (lambda step: None),
+        on_stop=on_stop or (lambda number: None),
     )
-    with signals_as_exit():
+    stop = signals_as_exit() if on_stop is None else follower.stopping_gently()
+    with stop:
         for attempt in range(1, PORT_ATTEMPTS + 1):
             ending = follower.follow()
             outcome = judge(ending)
@@ -137,6 +141,7 @@ class Follower:
     environment: dict[str, str]
     on_line: Callable[[str], None]
     on_step: Callable[[int], None]
+    on_stop: Callable[[signal.Signals], None]
 
     started: float = field(default_factory=time.monotonic)
     gone: dict[int, float] = field(default_factory=dict[int, float])
@@ -146,6 +151,30 @@ class Follower:
     lines: deque[str] = field(default_factory=lambda: deque[str](maxlen=LINES_KEPT))
     rest: bytes = b""
     """The last line of the log, as long as it has no end."""
+
+    stop: signal.Signals | None = None
+    """The signal that asks this launch to end."""
+
+    has_asked: bool = False
+    """Whether the ranks were asked to leave because of it."""
+
+    @contextlib.contextmanager
+    def stopping_gently(self) -> Generator[None]:
+        """Note the first signal to stop while the context lasts; a second one ends all at once."""
+
+        def note(number: int, _: object) -> None:
+            if self.stop is not None:
+                sys.exit(128 + number)
+            self.stop = signal.Signals(number)
+
+        numbers = [signal.SIGINT, *processes.stop_signals()]
+        heeded = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, note) for number in heeded}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def follow(self) -> Ending:
         self.gone.clear()
@@ -212,6 +241,12 @@ class Follower:
                 self.on_step(done)
             if over:
                 return False
+            if self.stop is not None and not self.has_asked:
+                self.has_asked = True
+                self.on_stop(self.stop)  # not in the handler, which may interrupt a print
+                if not self.statuses:
+                    return False  # no rank has begun
+                self._ask_to_leave()
 
             now = time.monotonic()
             has_failed = any(status.has_failed for status in self.statuses)
@@ -225,6 +260,12 @@ class Follower:
             if give_up is None and now > self.started + self.timeout:
                 return True
             time.sleep(POLL_SECONDS)
+
+    def _ask_to_leave(self) -> None:
+        """Send SIGTERM to the ranks, which save at a step that they agree on, and leave."""
+        for status in self.statuses:
+            if process := processes.find_process(status.pid, started=status.started):
+                process.terminate()
 
     def _note_gone(self) -> None:
         now = time.monotonic()

@@ -12,7 +12,7 @@ import math
 import socket
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -86,6 +86,9 @@ class Recorder:
         self._scales_loss = False
         self._clock = Clock()
         self._save_seconds: float | None = None
+        self.on_log: Callable[[int, Mapping[str, Any]], None] | None = None
+        """Gets the values that are logged of a step, on rank 0."""
+
         self.steps_before = 0
         """Optimizer steps of the training that were done before this run resumed it."""
 
@@ -326,6 +329,8 @@ class Recorder:
 
     def logged(self, step: int, **values: Any) -> None:
         """Append one line to `steps.jsonl`, which survives if the run dies later."""
+        if self.on_log is not None and self._rank == 0:
+            self.on_log(step, values)
         if self._steps_file is not None and self._rank == 0:
             line = {"step": step} | {key: _plain(value) for key, value in values.items()}
             with open(self._steps_file, "a", encoding="utf-8", opener=without_links) as file:

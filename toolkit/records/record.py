@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict
 
 from toolkit.records.fields import Count, FromOne, Measured, Memory, RankMemory, Size
 from toolkit.records.json_files import read_as
+from toolkit.records.summary import Summary
 from toolkit.strategies import STRATEGIES, Strategy
 
 RECORD_FILE: Final = "record.json"
@@ -325,6 +326,10 @@ class Record(Measured):
 
     final: str | None
     """Folder of the final model, relative to the record's folder; null where none was saved."""
+
+    summary: NotRequired[Summary | None]
+    """What the terminal says at the end; null where a script of a user trained, or no model was
+    saved."""
 
     validation: Data | None
     """Rows used for evaluation; null without any."""

@@ -6,28 +6,24 @@ Our flags are read without importing torch, so that a mistake is found before an
 
 from __future__ import annotations
 
-import difflib
-import json
 import math
 import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, get_type_hints
 
 import psutil
-import yaml
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
 from toolkit.checkpoints.resume_request import LAST, folder_to_resume
 from toolkit.data.arguments import DataArguments
-from toolkit.data.flags import flag
+from toolkit.data.flags import flag, typed_flags
 from toolkit.errors import UsageError
 from toolkit.launching.watchdog import DEFAULT_SECONDS, seconds_of
 from toolkit.measuring.guards import GRAD_NORM_FACTOR
-from toolkit.redaction import learn
 from toolkit.strategies import get_strategy
 from toolkit.training.method_arguments import MethodArguments
 from toolkit.training.speed_arguments import SpeedArguments
@@ -232,8 +228,7 @@ def own_arguments(argv: Sequence[str]) -> OwnArguments:
     Raises:
         UsageError: one of our flags has a bad value, or the file of arguments can't be read.
     """
-    is_file = len(argv) == 1 and Path(argv[0]).suffix in {".json", ".yaml", ".yml"}
-    flags = _flags_of_file(argv[0]) if is_file else list(argv)
+    flags = typed_flags(argv)
     if {"-h", "--help"} & set(flags):
         full_parser().print_help()
         raise SystemExit(0)
@@ -261,9 +256,9 @@ def training_values(own: OwnArguments) -> dict[str, Any]:
     # None stands for "not passed".
     unset = dict.fromkeys((*DEPENDENT_DEFAULTS, "save_steps"))
     parser.set_defaults(**OUR_DEFAULTS | unset)
-    namespace, unknown = parser.parse_known_args(_canonical(own.rest))
+    namespace, unknown = parser.parse_known_args(canonical(own.rest))
     if unknown:
-        raise UsageError(_unknown_sentence(unknown))
+        raise UsageError(f"{unknown[0]!r} belongs to no flag. Write flags as --name value.")
     values = vars(namespace)
     values["report_to"] = [name for name in values["report_to"].split(",") if name]
     if not values["report_to"]:
@@ -349,36 +344,7 @@ def full_parser() -> HfArgumentParser:
     return parser
 
 
-def _flags_of_file(path: str) -> list[str]:
-    """Return the contents of the file of arguments as command-line flags."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"The file of arguments {path} can't be read: {error.strerror}."
-        ) from error
-    try:
-        values = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise UsageError(f"The file of arguments {path} can't be parsed: {reason}.") from error
-    if not isinstance(values, dict):
-        raise UsageError(f"The file of arguments {path} must map names of flags to values.")
-
-    flags: list[str] = []
-    for name, value in values.items():
-        if value is None or value == []:
-            continue
-        if isinstance(value, list):
-            flags += [f"--{name}", *map(str, value)]
-        else:
-            # With "=", since a value may start with a dash.
-            flags.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
-    learn(flags)
-    return flags
-
-
-def _canonical(rest: Sequence[str]) -> list[str]:
+def canonical(rest: Sequence[str]) -> list[str]:
     """Return flags under their canonical names; join the values of `--report_to` with commas.
 
     `--report_to` takes a name or a list, and transformers' parser accepts only one name.
@@ -395,19 +361,6 @@ def _canonical(rest: Sequence[str]) -> list[str]:
         alias = ALIASES.get(name[2:].replace("-", "_")) if name.startswith("--") else None
         flags.append(f"--{alias}{equals}{value}" if alias else word)
     return flags
-
-
-def _unknown_sentence(unknown: list[str]) -> str:
-    from transformers.training_args import TrainingArguments
-
-    flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-    if not flags:
-        return f"{unknown[0]!r} belongs to no flag. Write flags as --name value."
-    kinds = (*OWN.values(), TrainingArguments)
-    known = [entry.name for kind in kinds for entry in fields(kind) if entry.init]
-    close = difflib.get_close_matches(flags[0].lstrip("-").replace("-", "_"), known, n=1)
-    hint = f" Did you mean --{close[0]}?" if close else " See --help for those there are."
-    return f"There is no flag {', '.join(flags)}.{hint}"
 
 
 def _default_output_dir(run: RunArguments) -> str:

@@ -21,6 +21,7 @@ from toolkit.data.flags import plain_value
 from toolkit.escaping import code, one_line, shell_line
 from toolkit.files import write_text
 from toolkit.records.fields import Evaluated
+from toolkit.records.summary import Summary, summary_lines
 from toolkit.strategies import COMPUTE_DTYPES
 from toolkit.training.method_arguments import MethodArguments
 from toolkit.training.model import BUILT_IN_MODEL
@@ -88,6 +89,9 @@ class Card:
     evaluation: Sequence[Evaluated] = ()
     final_loss: float | None = None
     first_loss: float | None = None
+    summary: Sequence[str] = ()
+    """Lines of the run's summary."""
+
     strategy: str | None = None
     command: str | None = None
     held_out: bool = False
@@ -169,8 +173,7 @@ def card_of_run(
     *,
     num_processes: int,
     evaluation: Sequence[Evaluated],
-    losses: tuple[float, float] | None,
-    resumed: bool,
+    summary: Summary | None,
     dataset_name: str | None,
 ) -> Card:
     """Return the card of a run of `toolkit.train`.
@@ -178,8 +181,7 @@ def card_of_run(
     Args:
         described: The part of the run's record that is known before the first step.
         evaluation: Results of its evaluations so far.
-        losses: Losses of the first and the last step.
-        resumed: Its first step was not the first of the training.
+        summary: Of the training so far; None where no step was taken.
         dataset_name: The value of `--dataset_name`.
     """
     model, data, training = described["model"], described["data"], described["training"]
@@ -209,7 +211,9 @@ def card_of_run(
             longest_row=f"{training['max_length']} tokens",
         ),
         evaluation=tuple(evaluation),
-        **_outer_losses(losses, resumed=resumed),
+        first_loss=None if summary is None else summary["first_loss"],
+        final_loss=None if summary is None else summary["last_loss"],
+        summary=() if summary is None else summary_lines(summary),
         strategy=described["strategy"],
         command=_command(described, num_processes),
         held_out="validation_split_percentage" in data["asked"],
@@ -223,6 +227,7 @@ def card_of_trainer(trainer: Any) -> Card:
     from toolkit.environment import versions
 
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    first, last = trainer.recorder.outer_losses() or (None, None)
     resumed = trainer.recorder.steps_before > 0
     rows = _settings(
         vars(args) | {"max_steps": trainer.state.global_step, "optimizer": args.optim},
@@ -239,7 +244,9 @@ def card_of_trainer(trainer: Any) -> Card:
         base=base,
         base_folder=base,
         training=rows,
-        **_outer_losses(trainer.recorder.outer_losses(), resumed=resumed),
+        # A resumed run lacks the first step of the training.
+        first_loss=None if resumed else first,
+        final_loss=last,
         versions=versions(),
     )
 
@@ -297,12 +304,6 @@ def _settings(
         "seed": training["seed"],
     }
     return {name: value for name, value in rows.items() if value is not None}
-
-
-def _outer_losses(losses: tuple[float, float] | None, *, resumed: bool) -> dict[str, Any]:
-    """Return a card's losses; a resumed run lacks the first step of the training."""
-    first, final = losses or (None, None)
-    return {"first_loss": None if resumed else first, "final_loss": final}
 
 
 def _cell(text: str) -> str:

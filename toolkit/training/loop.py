@@ -160,7 +160,6 @@ def train_loop(
                     share = whole if steps_per_epoch is None else step / steps_per_epoch
                     values |= {"learning_rate": learning_rate, "epoch": share}
                     tracking.log(accelerator, step, values)
-                accelerator.print(f"step {step}/{args.max_steps} loss {mean:.6f}", flush=True)
             for observer in observers:
                 observer.step_done(step)
         epoch += 1

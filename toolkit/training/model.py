@@ -18,6 +18,7 @@ from toolkit.data.prepared import PreparedData
 from toolkit.environment import cache_root
 from toolkit.errors import UsageError, sentence_of
 from toolkit.training.arguments import ModelArguments
+from toolkit.training.flags import local_folder
 from toolkit.training.loadable import count_parameters, read_config
 
 if TYPE_CHECKING:
@@ -29,9 +30,6 @@ BUILT_IN_MODEL = "small-llama"
 
 _RECIPE = 2
 """Part of the cached folder's name: raise it with any change to the model or its tokenizer."""
-
-NEEDED = {"--model_name_or_path": "config.json", "--tokenizer_name": "tokenizer*"}
-"""For each flag, the file that its folder must hold."""
 
 _SEED = 20
 # Sizes are multiples of 64: bitsandbytes 0.50 quantizes other rows wrongly on a CPU. Wide, with a
@@ -190,35 +188,6 @@ def check_vocabulary(model: ModelFacts, data: PreparedData) -> None:
             f"The tokenizer gives the id {data.largest_id} and the model in {model.path} has only "
             f"{model.vocab_size} ids. Pass --tokenizer_name with the tokenizer of that model."
         )
-
-
-def local_folder(flag: str, name: str) -> str | None:
-    """Return the folder on this machine that a flag of `NEEDED` names; None: it is a Hub name.
-
-    Raises:
-        UsageError: the value is a path, of no folder or of one without the needed file.
-    """
-    needed, path = NEEDED[flag], Path(name).expanduser()
-    if path.is_dir():
-        if not any(path.glob(needed)):
-            raise UsageError(
-                f"{flag} {name} is a folder without {needed}: pass a folder that `save_pretrained` "
-                "wrote, or a Hub name."
-            )
-        return str(path.absolute())
-    if path.is_file():
-        raise UsageError(f"{flag} {name} is a file: pass the folder that it is in.")
-    if meant_as_path(name):
-        raise UsageError(
-            f"{flag} {name} is not there: check the path (this is {Path.cwd()}), or pass a Hub "
-            "name."
-        )
-    return None
-
-
-def meant_as_path(name: str) -> bool:
-    """Whether a name has another form than the Hub's names, `name` or `owner/name`."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
 
 
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt"]

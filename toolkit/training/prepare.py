@@ -1,41 +1,27 @@
-"""Preparation that should happen once before a launch: `python -m toolkit.training.prepare`.
+"""Preparation that should happen once before a launch.
 
-Takes the flags of `toolkit.train`, the `--num_processes` of the launch, and for a comparison all
-its `--strategies`, which get the same flags. Builds or downloads the model, reads and tokenises the
-data (validation rows too), and finds mistakes that every rank of every run would otherwise find.
-Prints one line of JSON on stdout, and progress on stderr.
+Builds or downloads the model, reads and tokenises the data (validation rows too), and finds
+mistakes that every rank of every run would otherwise find.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Final, cast
 
-from toolkit.launching.ranks import quiet
-
-quiet()  # before transformers imports peft and bitsandbytes, which warns on some CPUs
-
-# ruff: noqa: E402
 from transformers import TrainingArguments
-from transformers.utils.logging import disable_progress_bar
 
 from toolkit.data.flags import plain_value
-from toolkit.errors import UsageError, file_sentence, is_full_disk
-from toolkit.redaction import redact_output
+from toolkit.data.preview import shown_rows
+from toolkit.data.tokenizer import load_tokenizer
 from toolkit.strategies import Strategy, get_strategy, with_tensor_size
+from toolkit.training.flags import checked_flags
 from toolkit.training.methods import skeleton
-from toolkit.training.request import (
-    Launch,
-    Request,
-    check_request,
-    checked_flags,
-)
+from toolkit.training.model import resolve_tokenizer
+from toolkit.training.precision import asked_precision
+from toolkit.training.request import Launch, Request, check_request
 from toolkit.training.speed import TRAINER_SWITCHES, Speed
 from toolkit.training.speed_arguments import checkpoints_by_flag
 
@@ -61,6 +47,7 @@ def prepare(
     ranks: Mapping[str, Sequence[int]] | None = None,
     rehearsal: bool = False,
     tensor_size: int | None = None,
+    preview: bool = False,
 ) -> dict[str, Any]:
     """Fill the caches for a run with these flags, and return its known facts.
 
@@ -73,6 +60,7 @@ def prepare(
         ranks: Numbers of ranks of each strategy, where they are not `num_processes`.
         rehearsal: Whether the runs are hidden from the GPUs.
         tensor_size: Ranks of the tensor groups; None leaves them as bundled.
+        preview: Return the first rows of the data as well, and do without the model's weights.
 
     Returns:
         Facts of the model, the data and the training; under `unfit` each strategy and number of
@@ -90,6 +78,7 @@ def prepare(
         num_processes=num_processes,
         ranks=ranks or {},
         rehearsal=rehearsal,
+        needs_weights=not preview,
         # A comparison passes the precision as a flag; any other launcher's config may choose it.
         knows_precision=bool(strategies),
     )
@@ -101,15 +90,22 @@ def prepare(
     }
     values = next(iter(request.values.values()))
     data, validation = request.data, request.validation
+    shown: list[dict[str, Any]] = []
+    if preview:
+        tokenizer = resolve_tokenizer(own.model)
+        trust = own.model.trust_remote_code
+        shown = shown_rows(data, load_tokenizer(tokenizer, trust_remote_code=trust))
     return {
         "model": {"name": request.model_name} | request.model.facts(),
         "data": data.facts() | {"max_length": request.own.data.length, "folder": str(data.folder)},
         "validation": None
         if validation is None
         else validation.facts() | {"folder": str(validation.folder)},
+        "precision": asked_precision(values),
         "training": {name: values[name] for name in _SAME_NAME}
         | next(iter(by_strategy.values()))
         | request.training_facts(),
+        "rows_shown": shown,
         "by_strategy": by_strategy,
         "unfit": [
             {"strategy": name, "num_processes": count, "reason": reason}
@@ -155,51 +151,3 @@ def _under(request: Request, strategy: Strategy, values: Mapping[str, Any]) -> d
         "activation_checkpointing": bool(checkpoints_by_flag(values) or speed.checkpoints_all),
         "speed": speed.facts(args),
     }
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--num_processes", "--num-processes", type=int)
-    parser.add_argument("--strategies", default="")
-    parser.add_argument("--ranks", default="")
-    parser.add_argument("--tensor_size", type=int)
-    parser.add_argument("--rehearsal", action="store_true")
-    ours, flags = parser.parse_known_args(argv)
-    redact_output()
-    logging.basicConfig(stream=sys.stderr, format="%(message)s", level=logging.WARNING)
-    logging.getLogger("toolkit").setLevel(logging.INFO)
-    if not sys.stderr.isatty():
-        disable_progress_bar()  # without a terminal, each update would be a line
-    try:
-        # Output of libraries must not mix with the one line on stdout.
-        with contextlib.redirect_stdout(sys.stderr):
-            facts = prepare(
-                flags,
-                num_processes=ours.num_processes,
-                strategies=[name for name in ours.strategies.split(",") if name],
-                ranks=_read_ranks(ours.ranks),
-                rehearsal=ours.rehearsal,
-                tensor_size=ours.tensor_size,
-            )
-    except UsageError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    except Exception as error:
-        if not is_full_disk(error):
-            raise
-        sys.stderr.write(f"{file_sentence(error)}\n")
-        return 1
-    sys.stdout.write(json.dumps(facts) + "\n")
-    return 0
-
-
-def _read_ranks(text: str) -> dict[str, list[int]]:
-    """Return the numbers in `ddp:2,ddp:4` by strategy."""
-    ranks: dict[str, list[int]] = {}
-    for name, _, count in (pair.partition(":") for pair in text.split(",") if pair):
-        ranks.setdefault(name, []).append(int(count))
-    return ranks
-
-
-if __name__ == "__main__":
-    sys.exit(main())

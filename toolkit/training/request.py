@@ -26,12 +26,10 @@ from toolkit.configs.requested import (
     same_features,
     shown,
 )
-from toolkit.data.chat import asked_template
 from toolkit.data.flags import changed_flags, is_on, plain_value
 from toolkit.data.order import rows_needed
 from toolkit.data.packing import check_borders, check_no_cache
 from toolkit.data.prepared import PreparedData, prepare_data, prepare_validation
-from toolkit.data.sources import check_file
 from toolkit.engines.deepspeed_config import checked_deepspeed_config
 from toolkit.environment import check_installed
 from toolkit.errors import UnfitModelError, UsageError
@@ -43,15 +41,11 @@ from toolkit.records.evidence import BEFORE_FILE, EVIDENCE_FILES
 from toolkit.records.record import RECORD_FILE, STARTING_ADAPTER, STEPS_FILE, read_record
 from toolkit.rehearse import rehearse_if_needed
 from toolkit.strategies import STRATEGIES, Engine, Strategy, get_strategy
-from toolkit.training.arguments import (
-    OwnArguments,
-    RunArguments,
-    own_arguments,
-    training_values,
-)
+from toolkit.training.arguments import OwnArguments, RunArguments, training_values
 from toolkit.training.dropout import dropout_facts
 from toolkit.training.evaluation_plan import check_evaluation
-from toolkit.training.loadable import check_loadable, check_split
+from toolkit.training.flags import refuse_all
+from toolkit.training.loadable import check_loadable, check_split, has_weights
 from toolkit.training.method_arguments import MethodArguments
 from toolkit.training.methods import Method, check_strategy, checked_method
 from toolkit.training.model import (
@@ -59,8 +53,6 @@ from toolkit.training.model import (
     ModelFacts,
     check_length,
     check_vocabulary,
-    local_folder,
-    meant_as_path,
     model_facts,
     resolve_model,
     resolve_tokenizer,
@@ -92,6 +84,9 @@ class Launch:
 
     environ: Mapping[str, str] | None = None
     """The variables that the launcher set for this rank; None for a launch to come."""
+
+    needs_weights: bool = True
+    """Whether a model without weights is refused; to look at data, its tokenizer is enough."""
 
     knows_precision: bool = True
     """Whether the launcher's config can't choose another precision than the flags do."""
@@ -148,29 +143,6 @@ class Request:
         )
 
 
-def checked_flags(argv: Sequence[str]) -> OwnArguments:
-    """Read the flags of `toolkit.train`, and check the files that they name on this machine.
-
-    Raises:
-        UsageError: a flag has a bad value, or files are not there or not what they should be.
-    """
-    own = own_arguments(argv)
-    rows = {"--train_file": own.data.train_file, "--validation_file": own.data.validation_file}
-    folders = {
-        "--model_name_or_path": own.model.model_name_or_path,
-        "--tokenizer_name": own.model.tokenizer_name,
-    }
-    checks: list[Callable[[], object]] = []
-    checks += [partial(check_file, Path(name), flag=flag) for flag, name in rows.items() if name]
-    checks += [partial(local_folder, flag, name) for flag, name in folders.items() if name]
-    if own.data.dataset_name is not None:
-        checks.append(partial(_check_dataset, own.data.dataset_name))
-    if own.data.chat_template is not None:
-        checks.append(partial(asked_template, own.data.chat_template))
-    _refuse_all(checks)
-    return own
-
-
 def this_launch(run: RunArguments) -> Launch:
     """Return the launch that started this rank; begin its rehearsal if it has too few GPUs.
 
@@ -206,7 +178,13 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
     # Without a strategy, the flags are read as for the control, `single`.
     strategies = launch.strategies or (STRATEGIES["single"],)
     values = {
-        strategy.name: training_values(replace(own, rest=own.speed.with_flags(passed, strategy)))
+        strategy.name: training_values(
+            replace(
+                own,
+                rest=own.speed.with_flags(passed, strategy),
+                run=replace(own.run, strategy=strategy.name if launch.strategies else None),
+            )
+        )
         for strategy in strategies
     }
     common = next(iter(values.values()))
@@ -230,7 +208,7 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
             config_checkpoints=requests_checkpointing(environ),
         ),
     )
-    model = _checked_model(own)
+    model = _checked_model(own, launch, notes)
     tokenizer, trust = resolve_tokenizer(own.model), own.model.trust_remote_code
     ranks = launch.data_parallel_size
     fetched = None if ranks is None else rows_needed(common, num_processes=ranks)
@@ -297,16 +275,18 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
 
 
 def check_output_folder(
-    folder: Path, method: MethodArguments, trackers: Sequence[str]
+    folder: Path, method: MethodArguments, trackers: Sequence[str], more: Sequence[str] = ()
 ) -> dict[str, Any] | None:
     """Check that a run can write its files to a folder without replacing other files.
+
+    `more` are names that its launcher writes there.
 
     Returns the facts of the run that ended well there, if one did.
 
     Raises:
         UsageError: it can't be written, or holds files that are not the run's own.
     """
-    names = ["final/", STEPS_FILE, RECORD_FILE, *names_of_trackers(trackers)]
+    names = ["final/", STEPS_FILE, RECORD_FILE, *names_of_trackers(trackers), *more]
     if not os.environ.get(STATUS_DIR):
         names.append("status/")
     if method.merge:
@@ -350,19 +330,11 @@ def _launched_strategy(name: str | None) -> Strategy:
     return strategy
 
 
-def _check_dataset(name: str) -> None:
-    if meant_as_path(name) and not Path(name).exists():
-        raise UsageError(
-            f"--dataset_name {name} is not there: check the path (this is {Path.cwd()}), or pass "
-            "a Hub name."
-        )
-
-
 def _refuse_under(launch: Launch, check: Callable[[Strategy], object]) -> None:
     """Make a check under every strategy, and raise one UsageError for all that fail it."""
     several = len(launch.strategies) > 1
     same_flags = " All strategies of a comparison get the same flags." if several else ""
-    _refuse_all([partial(check, strategy) for strategy in launch.strategies], same_flags)
+    refuse_all([partial(check, strategy) for strategy in launch.strategies], same_flags)
 
 
 def _unfit_under(
@@ -390,18 +362,6 @@ def _unfit_under(
 
     _refuse_under(launch, note_all)
     return unfit
-
-
-def _refuse_all(checks: Sequence[Callable[[], object]], advice: str = "") -> None:
-    """Make every check, and raise one UsageError for all that fail, with `advice` behind it."""
-    messages: list[str] = []
-    for check in checks:
-        try:
-            check()
-        except UsageError as error:
-            messages.append(str(error))
-    if messages:
-        raise UsageError(" ".join(dict.fromkeys(messages)) + advice)
 
 
 def _refuse_ignored_flags(values: Mapping[str, Any], own: OwnArguments) -> None:
@@ -477,7 +437,7 @@ def _check_evidence_folders(run: RunArguments) -> None:
         )
 
 
-def _checked_model(own: OwnArguments) -> ModelFacts:
+def _checked_model(own: OwnArguments, launch: Launch, notes: list[str]) -> ModelFacts:
     """Find or make the model, and check that it can be trained with these flags."""
     check_installed("datasets")
     trust = own.model.trust_remote_code
@@ -486,6 +446,8 @@ def _checked_model(own: OwnArguments) -> ModelFacts:
         check_length(model, own.data.max_length)
     if own.data.packing == "best_fit":
         check_borders(model.path, attention=own.model.attn_implementation, trust_remote_code=trust)
-    if not own.model.is_built_in:  # the cache has checked the built-in model
+    if not (launch.needs_weights or has_weights(Path(model.path))):
+        notes.append(f"{one_line(model.path)} holds no weights, which a training needs")
+    elif not own.model.is_built_in:  # the cache has checked the built-in model
         check_loadable(model.path, trust_remote_code=trust)
     return model

@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Generator, Sequence
+import os
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from rich.console import Console
+from transformers import PrinterCallback, ProgressCallback
 
 from toolkit import environment
 from toolkit.checkpoints.keeping import Keeper, losses_before, steps_between
 from toolkit.checkpoints.preemption import Preempted, Preemption
 from toolkit.data.cache import check_seconds
-from toolkit.data.order import Collator
+from toolkit.data.flags import typed_flags
+from toolkit.data.order import Collator, count_trained
 from toolkit.engines import parameter_server
 from toolkit.engines.pipeline import ask_for
 from toolkit.engines.prepared import Prepared
 from toolkit.engines.tensor_parallel import claim_mesh
+from toolkit.launching.processes import age_seconds
 from toolkit.launching.ranks import rank, say
-from toolkit.launching.status import ASKED_FILE, StatusFile
+from toolkit.launching.status import ASKED_FILE, STATUS_DIR, StatusFile
+from toolkit.launching.step_lines import Display, StepLines
 from toolkit.measuring import memory
 from toolkit.measuring.attestation import Refused
 from toolkit.measuring.recorder import Recorder
 from toolkit.records.json_files import write_json
 from toolkit.records.record import RECORD_FILE, STARTING_ADAPTER
+from toolkit.records.summary import Summary, last_words
 from toolkit.training.adapters import load_for
 from toolkit.training.before_and_after import BeforeAndAfter
 from toolkit.training.card import card_of_run
@@ -125,7 +133,7 @@ def train(job: Job, status: StatusFile) -> None:
         forwards = [RandomForwards(recorder)] if own.run.dropout == "off" else []
         saving = SaveAtTheEnd(job, recorder, speed, results)
         observers: list[Observer] = [speed, *forwards, results, saving]
-        with _preemptible(keeper, status):
+        with _preemptible(keeper, status), _steps_shown(job, recorder, status):
             _train_under_engine(job, model, collate, recorder, observers, keeper)
         # A run that keeps evidence of a later step ends before its packed rows.
         packed = own.run.throughput_steps if own.run.evidence_step is None else 0
@@ -141,11 +149,13 @@ def train(job: Job, status: StatusFile) -> None:
     finally:
         recorder.close()
     if rank() == 0:
-        write_json(output_dir / RECORD_FILE, described(job, speed) | measured)
-        for cut in job.request.data.cuts():
-            say(cut)
+        summary = saving.summary
+        record: dict[str, Any] = described(job, speed) | measured | {"summary": summary}
+        write_json(output_dir / RECORD_FILE, record)
         if (template := job.request.data.brought_template) is not None:
             say(f"final/ has the chat template {template} of the toolkit: the model had none")
+        if summary is not None and STATUS_DIR not in os.environ:  # else its launcher says it
+            print("\n".join(["", *last_words(record, output_dir, typed_flags(sys.argv[1:]))]))  # noqa: T201
     _leave_process_group()
     _kept_until_exit.extend((model, speed, recorder, keeper, observers))
 
@@ -163,6 +173,8 @@ class SaveAtTheEnd(Observer):
     recorder: Recorder
     speed: Speed
     results: BeforeAndAfter
+    summary: Summary | None = None
+    """Of the training, once the model is saved."""
 
     def prepared(self, prepared: Prepared) -> None:
         self._engine = prepared
@@ -176,13 +188,13 @@ class SaveAtTheEnd(Observer):
             return
         ranks = engine.accelerator.num_processes
         facts = described(job, self.speed)
+        self.summary = summary = self._summarised(step)
         with self.recorder.saving(engine.model):
             card = card_of_run(
                 facts,
                 num_processes=ranks,
                 evaluation=self.results.evaluations,
-                losses=self.recorder.outer_losses(),
-                resumed=self.recorder.steps_before > 0,
+                summary=summary,
                 dataset_name=job.own.data.dataset_name,
             )
             names = ["final", "merged"] if job.own.method.merge else ["final"]
@@ -198,6 +210,57 @@ class SaveAtTheEnd(Observer):
                     num_processes=ranks,
                     step=step,
                 )
+
+    def _summarised(self, step: int) -> Summary | None:
+        """Return the summary, None where no loss is known; a collective, whole on rank 0 alone."""
+        job, recorder = self.job, self.recorder
+        of_all, of_this = recorder.all_losses(), recorder.outer_losses()
+        last = (of_all or [None])[-1] if of_this is None else of_this[1]
+        if last is None:
+            return None
+        rows, tokens = 0, 0
+        if rank() == 0:
+            rows, tokens = count_trained(job.rows, step * job.global_batch_size)
+        evaluated = [result for result in self.results.evaluations if result["step"] == step]
+        return Summary(
+            steps=step,
+            epochs=rows / job.request.data.rows,
+            rows=rows,
+            tokens=tokens,
+            first_loss=of_all[0] if of_all else None,
+            last_loss=last,
+            perplexity=evaluated[-1]["perplexity"] if evaluated else None,
+            left_out=job.request.data.left_out(),
+            strategy=job.strategy.name,
+            num_processes=job.args.world_size,
+            rehearsal=job.request.launch.rehearsal,
+            seconds=age_seconds(),
+        )
+
+
+@contextmanager
+def _steps_shown(job: Job, recorder: Recorder, status: StatusFile) -> Generator[None]:
+    """Show on rank 0 how far the training is: a bar on a terminal, elsewhere lines."""
+    if rank() != 0:
+        yield
+        return
+    data = job.request.data
+    lines = StepLines(
+        job.last_step,
+        tokens_per_step=(data.tokens or 0) / data.rows * job.global_batch_size or None,
+        peak=status.peak or (lambda: None),
+    )
+    console = Console(file=sys.stdout if job.args.disable_tqdm else sys.stderr)
+    # What follows the launch shows the steps itself, and its log has all of them.
+    followed = STATUS_DIR in os.environ
+    display = Display(console, bar=not job.args.disable_tqdm, every_line=followed)
+
+    def show(step: int, values: Mapping[str, Any]) -> None:
+        display.line(lines.of(step, values))
+
+    recorder.on_log = show
+    with display.shown():
+        yield
 
 
 def _train_under_engine(
@@ -236,6 +299,8 @@ def _train_under_engine(
         steps_per_epoch=job.steps_per_epoch,
         ddp_bucket_view=bucket_view,
     )
+    for shown in (PrinterCallback, ProgressCallback):  # instead of `_steps_shown`
+        trainer.remove_callback(shown)
     if not trainer.model_accepts_loss_kwargs:
         check_fillers(job.rows, job.global_batch_size, of="the loss of this model")
     trainer.train_from(job.resumed)

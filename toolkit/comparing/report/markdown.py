@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from toolkit.comparing.report.grid import Section
-from toolkit.comparing.report.terminal import plain
 from toolkit.comparing.report.words import NOT_AVAILABLE
+from toolkit.escaping import plain
 
 SPECIAL: Final = re.compile(r"([\\`*\[\]|~#])")
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from toolkit.comparing.report.grid import Section
-from toolkit.escaping import one_line
+from toolkit.escaping import one_line, plain
 from toolkit.redaction import redact_known
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-
-CONTROL_CHARACTERS: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 SHORT: Final = {
     "processes": "procs",
@@ -29,11 +26,6 @@ SHORT: Final = {
 
 WIDEST: Final = 13
 """Letters beyond which cells and headings break into lines: the longest strategy's name."""
-
-
-def plain(text: str) -> str:
-    """Return `text` without characters that would move the cursor or colour the screen."""
-    return CONTROL_CHARACTERS.sub("", text)
 
 
 def print_line(text: str, *, console: Console) -> None:

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from toolkit.comparing.report.runs_table import MEASURED, cells
-from toolkit.comparing.report.terminal import SHORT, plain, print_line
+from toolkit.comparing.report.terminal import SHORT, print_line
 from toolkit.comparing.run.options import CompareOptions, flag_names
 from toolkit.comparing.run.plan import ComparisonPlan, Run
 from toolkit.environment import cache_root
+from toolkit.escaping import plain
 from toolkit.launching.forking import COLD
+from toolkit.launching.step_lines import bar
 from toolkit.records.results import Control, Row
 
 if TYPE_CHECKING:
@@ -109,24 +111,6 @@ def waiting(text: str, *, console: Console) -> Generator[None]:
 
     with Live(console=console, refresh_per_second=4, get_renderable=render, transient=True):
         yield
-
-
-def bar(text: str, *, share: float | None, width: int) -> Table:
-    """Return a line of `width` characters for a live display: a bar, and words beside it.
-
-    `share` is the part of the bar that is full, 0 to 1; None where that is not known.
-    """
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-    from rich.text import Text
-
-    length = max(10, min(40, width - len(text) - 2))
-    progress = ProgressBar(
-        total=1.0, completed=min(share or 0.0, 1.0), pulse=share is None, width=length
-    )
-    line = Table.grid(padding=(0, 1))
-    line.add_row(progress, Text(text, no_wrap=True, overflow="ellipsis"))
-    return line
 
 
 class ProgressLines:

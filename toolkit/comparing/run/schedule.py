@@ -32,12 +32,13 @@ from toolkit.comparing.run.folders import (
 )
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.plan import Run, build_plan
-from toolkit.comparing.run.preparing import PrepareError, run_environment
+from toolkit.comparing.run.preparing import run_environment
 from toolkit.comparing.run.progress import ProgressLines, first_words, show_progress
 from toolkit.comparing.run.starting import once_more_cold, start_run
 from toolkit.errors import file_sentence
 from toolkit.launching.forking import warm_launches
 from toolkit.launching.launch import signals_as_exit
+from toolkit.launching.preparing import PrepareError
 from toolkit.records.results import RESULTS_FILE, Results
 from toolkit.redaction import learn, redacted
 

@@ -69,13 +69,13 @@ def train_command(
     words += ["-m", "toolkit.train", "--strategy", job.strategy.name]
     if "trainer" not in job.strategy.engines:
         words += ["--engine", job.strategy.engines[0]]
-    flags = _flags(job, rate) | ({} if steps is None else {"max_steps": steps})
+    flags = flags_of(job, rate) | ({} if steps is None else {"max_steps": steps})
     for name, value in flags.items():
         words += [f"--{name}", *(value if isinstance(value, list) else [str(value)])]
     return words
 
 
-def _flags(job: PlannedJob, rate: float) -> dict[str, str | bool | int | list[str]]:
+def flags_of(job: PlannedJob, rate: float = 0.0) -> dict[str, str | bool | int | list[str]]:
     """Return the flags of toolkit.train for a job."""
     flags: dict[str, str | bool | int | list[str]] = {}
     if job.method != "full":

@@ -1,0 +1,281 @@
+"""`toolkit train`: choose a strategy, prepare once, launch the ranks, and say what came of it.
+
+The ranks are those of `accelerate launch --config_file ... -m toolkit.train`, with the same files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from toolkit import environment
+from toolkit.comparing.report.terminal import print_line
+from toolkit.comparing.run.folders import short_path
+from toolkit.comparing.run.progress import ANNOUNCEMENT, waiting
+from toolkit.comparing.run.starting import visible_gpus
+from toolkit.configs.accelerate import check_num_processes, num_processes_problem
+from toolkit.configs.files import cached_configs
+from toolkit.data.flags import typed_flags
+from toolkit.errors import UsageError
+from toolkit.escaping import shell_line
+from toolkit.launching.folder_lock import lock_folder
+from toolkit.launching.launch import launch_command, launch_environment, run
+from toolkit.launching.outcome import Outcome
+from toolkit.launching.preparing import PrepareError, prepare_launch
+from toolkit.launching.step_lines import Display
+from toolkit.planning.choice import ALONE, ON_SEVERAL, choose
+from toolkit.planning.of_run import RunFacts
+from toolkit.records.record import read_record
+from toolkit.records.summary import last_words, without
+from toolkit.redaction import learn, redacted_words
+from toolkit.strategies import Strategy, get_strategy
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LOG: Final = "stdout.log"
+STATUS: Final = "status"
+
+EXIT_CODES: Final = {"ok": 0, "usage": 2, "refused": 3}
+"""Exit codes by the status of an outcome; 1 for any other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """What `toolkit train` can be asked beside the flags of `toolkit.train`."""
+
+    strategy: str | None = None
+    config: Path | None = None
+    num_processes: int | None = None
+    anyway: bool = False
+
+
+def train(flags: Sequence[str], options: TrainOptions, *, console: Console) -> int:
+    """Train, and return the exit code: 0, 1 (failed), 2 (usage), 3 (refused), 130 or 143 (stopped).
+
+    Raises:
+        UsageError: the flags, the model or the data don't fit; no rank was started.
+    """
+    flags = typed_flags(flags)
+    learn(flags)
+    if options.strategy is not None and options.config is not None:
+        raise UsageError("--strategy and --config both name the launch. Leave one of them out.")
+    command = TrainCommand(flags, options, console)
+    try:
+        return command.run()
+    except PrepareError as error:
+        command.say(str(error))
+        return 1
+    except KeyboardInterrupt:
+        command.say("stopped before the training began: nothing was saved.")
+        return 128 + signal.SIGINT
+    except SystemExit:  # by a second signal
+        command.say("ended at once: what was saved before stands.")
+        raise
+
+
+class TrainCommand:
+    """One call of the verb."""
+
+    def __init__(self, flags: Sequence[str], options: TrainOptions, console: Console) -> None:
+        self.flags, self.options, self.console = list(flags), options, console
+        self.stopped: signal.Signals | None = None
+        self._said: set[str] = set()
+        self._display = Display(console)
+
+    def say(self, text: str) -> None:
+        print_line(text if ANNOUNCEMENT.match(text) else f"toolkit: {text}", console=self.console)
+
+    def run(self) -> int:
+        ranks, config, variables = self._launch()
+        folder = self._folder
+        mark = lock_folder(folder, "run")
+        mark.release()  # rank 0 locks it while it works there
+        kept = _set_aside(folder)
+        script = ["-m", "toolkit.train", *self._flags_of_ranks]
+        single = self._strategy is not None and not self._strategy.is_distributed
+        command = launch_command(
+            config, script, num_processes=ranks, gpu_ids="all" if single else None
+        )
+        with self._display.shown():
+            outcome = run(
+                command,
+                folder=folder,
+                timeout=float("inf"),
+                num_processes=ranks,
+                environment=variables,
+                loopback=True,
+                on_line=self._line,
+                on_stop=self._stop,
+            )
+        if outcome.status == "usage":  # then nothing is written, and nothing lost
+            shutil.rmtree(folder / STATUS, ignore_errors=True)
+            (folder / LOG).unlink(missing_ok=True)
+            for path, place in kept.items():
+                path.rename(place)
+            mark.unmark()
+        for path in kept if outcome.status != "usage" else ():
+            if path.is_dir():
+                shutil.rmtree(path)
+        return self._end(outcome)
+
+    def _launch(self) -> tuple[int | None, Path, dict[str, str]]:
+        """Prepare, and return the number of ranks, the config file and variables of the launch."""
+        options, gpus = self.options, environment.gpus()
+        self._strategy: Strategy | None = None
+        if options.config is not None:
+            if not options.config.is_file():
+                raise UsageError(f"--config {options.config} is not there: check the path.")
+            self._settle("run")
+            self._prepare([])
+            return options.num_processes, options.config, {}
+        ranks = options.num_processes or max(1, len(gpus))
+        name = options.strategy or (ALONE[0] if ranks == 1 else ON_SEVERAL[0])
+        strategy = get_strategy(name)
+        if options.num_processes is not None:
+            check_num_processes(strategy, ranks)
+        elif num_processes_problem(strategy, ranks):
+            ranks = strategy.num_processes  # more than there are GPUs: it rehearses
+        rehearsal = ranks > len(gpus)
+        self._settle(name)
+        facts = self._prepare(_options_of(name, ranks, rehearsal=rehearsal))
+        if not rehearsal:
+            choice = choose(
+                _run_facts(name, ranks, facts), gpus[:ranks], others=not options.strategy
+            )
+            if not (choice.fits or options.anyway):
+                raise UsageError(
+                    f"{choice.strategy} is too large for this machine: {choice.reason} "
+                    "--anyway trains all the same."
+                )
+            self.say(f"strategy {choice.strategy}: {choice.reason}")
+            if choice.strategy != name:
+                name = choice.strategy
+                self._settle(name)
+                self._prepare(_options_of(name, ranks, rehearsal=False))
+        elif options.strategy is None:
+            gpus_here = "no GPU" if not gpus else f"fewer GPUs than {ranks} ranks"
+            self.say(f"strategy {name}: this machine has {gpus_here}, so it trains on the CPU")
+        self._strategy = strategy = get_strategy(name).on_ranks(ranks)
+        variables = visible_gpus(single=not strategy.is_distributed, rehearsal=rehearsal)
+        return ranks, cached_configs(strategy).accelerate, variables
+
+    def _settle(self, name: str) -> None:
+        """Settle the flags of the ranks and the folder, which has the strategy in its name."""
+        flags = list(self.flags)
+        asked = _value_of(flags, "output_dir")
+        self._folder = Path(asked or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+        if asked is None:
+            flags += ["--output_dir", str(self._folder)]
+        if name != "run":
+            flags += ["--strategy", name]
+            engines = get_strategy(name).engines
+            if "trainer" not in engines and _value_of(flags, "engine") is None:
+                flags += ["--engine", engines[0]]
+        self._flags_of_ranks = flags
+
+    def _prepare(self, options: Sequence[str]) -> dict[str, Any]:
+        with waiting("Preparing model and data", console=self.console):
+            return prepare_launch(
+                [*options, f"--output={self._folder}"],
+                self.flags,
+                environment=launch_environment({}, loopback=True),
+                say=lambda text: self._note(f"toolkit: {text}"),
+            )
+
+    def _line(self, text: str) -> None:
+        """Show a line of the launch, once where every rank prints it; the log has all of them."""
+        if not self._display.line(text) and ANNOUNCEMENT.match(text):
+            self._note(text)
+
+    def _note(self, text: str) -> None:
+        """Say what the preparation and every rank may say, once."""
+        if text not in self._said:
+            self._said.add(text)
+            self.say(text)
+
+    def _stop(self, number: signal.Signals) -> None:
+        self.stopped = number
+        self.say(f"{number.name}: the ranks save after their step and leave; again to end at once")
+
+    def _end(self, outcome: Outcome) -> int:
+        """Say how the launch ended, and return the exit code."""
+        if outcome.status == "ok":
+            record = None
+            with suppress(UsageError):
+                record = cast("Mapping[str, Any]", read_record(self._folder))
+            if record is not None and record.get("summary"):
+                self.console.print()
+                words = last_words(record, Path(short_path(self._folder)), self.flags)
+                for line in words:
+                    print_line(line, console=self.console)
+            return 0
+        reason = outcome.reason or "no reason was given"
+        if not any(reason in said for said in self._said):
+            self.say(reason)
+        if self.stopped is not None:
+            has_saved = any(status.state == "preempted" for status in outcome.statuses)
+            if has_saved:
+                self.say(f"go on with: {self._go_on()}")
+            return 128 + self.stopped
+        if outcome.status not in ("usage", "refused"):
+            folder = short_path(self._folder)
+            self.say(f"the log is {folder}/stdout.log; its cause: toolkit doctor {folder}")
+        return EXIT_CODES.get(outcome.status, 1)
+
+    def _go_on(self) -> str:
+        options = self.options
+        words = ["toolkit", "train"]
+        if options.config is not None:
+            words += ["--config", str(options.config)]
+        elif self._strategy is not None:
+            words += ["--strategy", self._strategy.name]
+        if options.num_processes is not None:
+            words += ["--num-processes", str(options.num_processes)]
+        words += without(redacted_words(self.flags), "output_dir", "resume_from_checkpoint")
+        folder = short_path(self._folder)
+        return shell_line([*words, "--output_dir", folder, "--resume_from_checkpoint", "last"])
+
+
+def _options_of(name: str, ranks: int, *, rehearsal: bool) -> list[str]:
+    options = [f"--num_processes={ranks}", f"--strategies={name}"]
+    return [*options, "--rehearsal"] if rehearsal else options
+
+
+def _run_facts(name: str, ranks: int, facts: dict[str, Any]) -> RunFacts:
+    training = facts["training"] | {"max_length": facts["data"]["max_length"]}
+    return RunFacts(
+        strategy=name,
+        precision=facts["precision"],
+        num_processes=ranks,
+        model=facts["model"],
+        training=training,
+    )
+
+
+def _value_of(flags: Sequence[str], name: str) -> str | None:
+    """Return the last value of a flag among flags; None where it was not passed."""
+    found = None
+    for word, following in zip(flags, [*flags[1:], ""], strict=False):
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--") and flag[2:].replace("-", "_") == name:
+            found = value if equals else following
+    return found
+
+
+def _set_aside(folder: Path) -> dict[Path, Path]:
+    """Rename the log and the status files of an earlier start; return new and old paths."""
+    number = next(n for n in itertools.count(1) if not (folder / f"stdout-{n}.log").exists())
+    kept = {
+        folder / f"stdout-{number}.log": folder / LOG,
+        folder / "status-before": folder / STATUS,
+    }
+    return {path.rename(new): path for new, path in kept.items() if path.exists()}

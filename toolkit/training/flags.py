@@ -1,0 +1,163 @@
+"""The first check of the flags of `toolkit.train`: within a second, before torch is imported."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from toolkit.data.chat import asked_template
+from toolkit.data.sources import check_file
+from toolkit.errors import UsageError
+from toolkit.redaction import redact_output
+from toolkit.training.arguments import OWN, OwnArguments, canonical, own_arguments
+
+NEEDED = {"--model_name_or_path": "config.json", "--tokenizer_name": "tokenizer*"}
+"""For each flag, the file that its folder must hold."""
+
+
+def checked_flags(argv: Sequence[str]) -> OwnArguments:
+    """Read the flags of `toolkit.train`, and check the files that they name on this machine.
+
+    Raises:
+        UsageError: a flag is unknown or one of ours has a bad value, or files are not there or not
+            what they should be.
+    """
+    own = own_arguments(argv)
+    rest = canonical(own.rest)
+    _check_names(rest)
+    _check_numbers(rest)
+    rows = {"--train_file": own.data.train_file, "--validation_file": own.data.validation_file}
+    folders = {
+        "--model_name_or_path": own.model.model_name_or_path,
+        "--tokenizer_name": own.model.tokenizer_name,
+    }
+    checks: list[Callable[[], object]] = []
+    checks += [partial(check_file, Path(name), flag=flag) for flag, name in rows.items() if name]
+    checks += [partial(local_folder, flag, name) for flag, name in folders.items() if name]
+    if own.data.dataset_name is not None:
+        checks.append(partial(_check_dataset, own.data.dataset_name))
+    if own.data.chat_template is not None:
+        checks.append(partial(asked_template, own.data.chat_template))
+    refuse_all(checks)
+    return own
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check flags in a process of its own, whose last line on stderr is the mistake."""
+    redact_output()
+    try:
+        checked_flags(argv)
+    except UsageError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return 0
+
+
+def refuse_all(checks: Sequence[Callable[[], object]], advice: str = "") -> None:
+    """Make every check, and raise one UsageError for all that fail, with `advice` behind it."""
+    messages: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except UsageError as error:
+            messages.append(str(error))
+    if messages:
+        raise UsageError(" ".join(dict.fromkeys(messages)) + advice)
+
+
+@cache
+def training_argument_types() -> dict[str, str]:
+    """Return the fields of `TrainingArguments`, each with its type as it is written.
+
+    They are read from its source, since importing it takes seconds. `HfArgumentParser` makes a flag
+    of each, and of a switch that is on one more, `--no_...` (transformers 5.24, hf_argparser.py).
+    """
+    spec = find_spec("transformers")
+    source = Path(str(spec and spec.origin)).with_name("training_args.py")
+    return {
+        line.target.id: ast.unparse(line.annotation)
+        for node in ast.parse(source.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"
+        for line in node.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    }
+
+
+def _check_names(rest: Sequence[str]) -> None:
+    flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
+    theirs = training_argument_types()
+    known = {*theirs, *(f"no_{name}" for name in theirs)}
+    if unknown := [word for word in flags if word[2:].replace("-", "_") not in known]:
+        ours = [entry.name for kind in OWN.values() for entry in fields(kind)]
+        name = unknown[0][2:].replace("-", "_")
+        usual = {"lr": "learning_rate", "epochs": "num_train_epochs", "steps": "max_steps"}
+        usual |= {"batch_size": "per_device_train_batch_size", "model": "model_name_or_path"}
+        usual |= {"data": "train_file", "dataset": "dataset_name", "rank": "lora_r"}
+        close = [usual[name]] if name in usual else []
+        close += difflib.get_close_matches(name, [*ours, *theirs], n=1)
+        hint = f" Did you mean --{close[0]}?" if close else " See --help for those there are."
+        raise UsageError(f"There is no flag {', '.join(unknown)}.{hint}")
+    if rest and not rest[0].startswith("-"):
+        raise UsageError(f"{rest[0]!r} belongs to no flag. Write flags as --name value.")
+
+
+def _check_numbers(rest: Sequence[str]) -> None:
+    for word, following in zip(rest, [*rest[1:], "--"], strict=False):
+        flag, equals, value = word.partition("=")
+        kind = training_argument_types().get(flag.lstrip("-").replace("-", "_"), "")
+        convert = {"int": int, "float": float}.get(kind.removesuffix(" | None"))
+        value = value if equals else following
+        if convert is None or not word.startswith("--") or value == "--":
+            continue
+        try:
+            convert(value)
+        except ValueError:
+            noun = "a whole number" if convert is int else "a number"
+            raise UsageError(f"{flag} {value} is not {noun}.") from None
+
+
+def _check_dataset(name: str) -> None:
+    if meant_as_path(name) and not Path(name).exists():
+        raise UsageError(
+            f"--dataset_name {name} is not there: check the path (this is {Path.cwd()}), or pass "
+            "a Hub name."
+        )
+
+
+def local_folder(flag: str, name: str) -> str | None:
+    """Return the folder on this machine that a flag of `NEEDED` names; None: it is a Hub name.
+
+    Raises:
+        UsageError: the value is a path, of no folder or of one without the needed file.
+    """
+    needed, path = NEEDED[flag], Path(name).expanduser()
+    if path.is_dir():
+        if not any(path.glob(needed)):
+            raise UsageError(
+                f"{flag} {name} is a folder without {needed}: pass a folder that `save_pretrained` "
+                "wrote, or a Hub name."
+            )
+        return str(path.absolute())
+    if path.is_file():
+        raise UsageError(f"{flag} {name} is a file: pass the folder that it is in.")
+    if meant_as_path(name):
+        raise UsageError(
+            f"{flag} {name} is not there: check the path (this is {Path.cwd()}), or pass a Hub "
+            "name."
+        )
+    return None
+
+
+def meant_as_path(name: str) -> bool:
+    """Whether a name has another form than the Hub's names, `name` or `owner/name`."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
