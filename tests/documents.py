@@ -43,6 +43,13 @@ class Page:
         return FENCED.sub("", self.text)
 
     @property
+    def running_text(self) -> str:
+        """The prose without front matter, headings, tables, code and links to other pages."""
+        text = re.sub(r"\A---\n.*?\n---\n", "", self.prose, flags=re.DOTALL)
+        text = re.sub(r"^(?:#|\|).*$", "", text, flags=re.MULTILINE)
+        return re.sub(r"`[^`\n]+`|\[[^\]]*\]\((?!glossary\.md#)[^)]*\)", "", text)
+
+    @property
     def words(self) -> int:
         """Count the words outside of blocks and tables."""
         return len(re.sub(r"^\|.*$", "", self.prose, flags=re.MULTILINE).split())
@@ -104,4 +111,5 @@ def words_of(command: str) -> list[str]:
 README = Page(ROOT / "README.md")
 PAGES = [Page(path) for path in sorted((ROOT / "docs").rglob("*.md"))]
 INDEX = Page(ROOT / "docs" / "llms.txt")
-ALL = [README, *PAGES, INDEX]
+EXAMPLES = Page(ROOT / "examples" / "README.md")
+ALL = [README, *PAGES, INDEX, EXAMPLES]

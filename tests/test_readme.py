@@ -1,7 +1,9 @@
 """What the README and the pages under `docs/` show is what there is: commands, flags, files."""
 
+import math
 import re
 import shlex
+import subprocess
 import tomllib
 from functools import cache
 
@@ -26,7 +28,8 @@ from toolkit.records.record import read_record
 from toolkit.records.results import Results, Row
 from toolkit.strategies import STRATEGIES, get_strategy
 
-MOST_WORDS = 900
+MOST_WORDS = 1200
+"""Outside of blocks, tables included."""
 TEST_COMMAND = "pip install '.[test]' && pytest"
 LAUNCH = "accelerate launch --config_file accelerate_configs"
 COMMANDS = sorted({command for page in ALL for command in page.commands})
@@ -38,10 +41,28 @@ NEEDS_A_COMPARISON = '"runs/'
 RUN_HERE = [
     text for _, text in PYTHON if NEEDS_RANKS not in text and NEEDS_A_COMPARISON not in text
 ]
-TRAINING, REHEARSAL, COMPARING, REPORTS, SKILL = (
-    next(page for page in PAGES if page.path.name == name)
-    for name in ("training.md", "rehearsal.md", "comparing.md", "reports.md", "SKILL.md")
+TRAINING, REHEARSAL, COMPARING, REPORTS, SKILL, GLOSSARY, STRATEGIES_PAGE = (
+    next(page for page in PAGES if page.path.name == f"{name}.md")
+    for name in (
+        *("training", "rehearsal", "comparing", "reports", "SKILL", "glossary", "strategies"),
+    )
 )
+FORMS = {
+    "attest": "attest(s|ed|ation)?",
+    "collective": "collectives?",
+    "control": "controls?",
+    "gap": "gaps?",
+    "gate": "gates?|gated",
+    "gather": "gather(s|ed|ing)?",
+    "ledger": "ledgers?",
+    "micro-batch": "micro-batch(es)?",
+    "parity": "parity",
+    "rank": "ranks?",
+    "rehearsal": r"rehears\w+",
+    "shard": "shard(s|ed|ing)?",
+    "states": "states",
+}
+"""The words of the glossary, by their anchors there, in the forms that pages use."""
 
 
 def test_the_two_commands_open_the_readme():
@@ -49,8 +70,6 @@ def test_the_two_commands_open_the_readme():
         "pip install . && toolkit compare\n",
         f"{TEST_COMMAND}\n",
     ]
-    before = README.text[: README.text.index("```")].strip().splitlines()
-    assert [line[:1] for line in before if line] == ["#", before[-1][:1]]
 
 
 def test_ci_runs_the_test_command_as_it_stands():
@@ -58,7 +77,7 @@ def test_ci_runs_the_test_command_as_it_stands():
 
 
 def test_the_readme_is_a_page_and_no_book():
-    assert README.words <= MOST_WORDS
+    assert len(README.prose.split()) <= MOST_WORDS
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page is not SKILL], ids=str)
@@ -91,6 +110,8 @@ def test_every_command_is_one_that_its_program_takes(command):
             "accelerate launch --config_file accelerate_configs/ddp.yaml -m toolkit.run",
             "toolkit.run",
         ),
+        (f"{LAUNCH}/ddp.yaml -m toolkit.rehearse examples/no.py", "no.py"),
+        (f"{LAUNCH}/ddp.yaml examples/no.py", "no.py"),
         (
             "accelerate launch --config_file accelerate_configs/ddp.yaml -m toolkit.train --tunde",
             "no flag",
@@ -117,6 +138,7 @@ def check_command(words):
             given = torchrun_parser().parse_args(rest)
             assert given.module
             assert given.training_script == "toolkit.rehearse", given.training_script
+            check_script(*given.training_script_args[:1])
         case ["pip", "install", package]:
             extra = re.fullmatch(r"\.(?:\[(\w+)\])?", package)[1]
             assert extra is None or extra in project()["optional-dependencies"], extra
@@ -137,6 +159,8 @@ def check_toolkit(words):
         check_compare(given)
     elif verb.name == "prepare":
         check_train_flags(given["train_flags"] or ())
+    elif verb.name == "train":
+        check_train_flags(verb.make_context(verb.name, rest, **settings).args)
 
 
 def verb_of(words):
@@ -169,11 +193,17 @@ def check_launch(words):
     given = launch_parser().parse_args(words)
     assert (ROOT / given.config_file).is_file(), given.config_file
     if not given.module:
-        assert given.training_script == "your_script.py", given.training_script
+        check_script(given.training_script)
         return
     assert given.training_script in ("toolkit.train", "toolkit.rehearse"), given.training_script
     if given.training_script == "toolkit.train":
         check_train_flags(given.training_script_args)
+    else:
+        check_script(*given.training_script_args[:1])
+
+
+def check_script(name):
+    assert (ROOT / name).is_file(), name
 
 
 def check_train_flags(flags):
@@ -254,7 +284,7 @@ def test_every_flag_in_the_text_exists():
     verbs = [*root.commands.values(), *root.commands["configs"].commands.values()]
     known |= spellings(verbs)
     known |= {name for action in launch_parser()._actions for name in action.option_strings}
-    known |= script_flags("benchmarks/gpu_kit.py")
+    known |= script_flags("benchmarks/gpu_kit.py") | script_flags("examples/accelerate_loop.py")
     for page in ALL:
         flags = {span.split()[0] for span in page.spans if span.startswith("--")} - {"--"}
         assert flags <= known, page.name
@@ -281,30 +311,77 @@ def test_python_that_needs_no_ranks_runs(text, tmp_path, monkeypatch):
 def here(tmp_path_factory):
     """A folder from which the bundled configs are found as from the repository's root."""
     folder = tmp_path_factory.mktemp("here")
-    for name in ("accelerate_configs", "deepspeed_configs"):
+    for name in ("accelerate_configs", "deepspeed_configs", "examples"):
         (folder / name).symlink_to(ROOT / name)
     return folder
 
 
-@pytest.fixture(scope="module")
-def small_model(tmp_path_factory, launch_environment):
-    """A model of two layers, with the tokenizer of the built-in one."""
-    import os
+def agree(shown, printed, within=0.02):
+    """Whether a line that is shown is one that was printed, but for numbers that depend on a CPU.
 
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    A shown line that ends in dots stands for the beginning of a printed one.
+    """
+    words, others = shown.removesuffix("...").split(), printed.split()
+    if len(words) > len(others) or (len(words) < len(others) and not shown.endswith("...")):
+        return False
+    return all(
+        word == other or math.isclose(number(word), number(other), rel_tol=within, abs_tol=1e-6)
+        for word, other in zip(words, others, strict=False)
+    )
 
-    from toolkit.training.model import build_model
 
-    folder = tmp_path_factory.mktemp("small")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, "TOOLKIT_CACHE", launch_environment["TOOLKIT_CACHE"])
-        tokenizer = AutoTokenizer.from_pretrained(build_model())
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 128}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=2, **sizes, **heads)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+def number(word):
+    try:
+        return float(word.rstrip(";,"))
+    except ValueError:
+        return math.nan
+
+
+def test_lines_agree_where_only_their_last_digits_differ():
+    line = "loss      6.9249 at the first step, 5.1179 at the last step"
+    assert agree(line, line.replace("5.1179", "5.1181"))
+    assert not agree(line, line.replace("5.1179", "5.6181"))
+    assert not agree(line, line.replace("first", "last"))
+    assert not agree("gap 6.0e-07", "gap 6.0e-05")
+    assert agree("two words, ...", "two words, and more")
+    assert not agree("two words", "two words, and more")
+
+
+SHOWN = [
+    "toolkit train --train_file examples/data.jsonl --output_dir runs/mine",
+    "accelerate launch --config_file accelerate_configs/zero3.yaml -m toolkit.rehearse "
+    "examples/trainer.py --max_steps 20",
+    "accelerate launch --cpu --config_file accelerate_configs/fsdp.yaml -m toolkit.rehearse "
+    "examples/trainer.py",
+    "toolkit compare --strategies ddp,zero3 --output runs/ledgers",
+    "toolkit compare --bisect single zero2-loop",
+]
+"""Commands of the README that launch ranks and whose output is shown."""
+
+
+@pytest.mark.parametrize("command", SHOWN)
+def test_a_command_of_the_readme_prints_what_is_shown(command, here, launch_environment):
+    done = subprocess.run(
+        words_of(command),
+        # As typed: the launcher's own command line is what is refused there.
+        env=launches.cold(launch_environment) if "--cpu" in command else launch_environment,
+        cwd=here,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert (done.returncode == 0) is ("--cpu" not in command), done.stdout
+    printed = done.stdout.splitlines()
+    for line in README.outputs_of(command):
+        assert any(agree(line, other) for other in printed), f"{line}\n{done.stdout}"
+
+
+def test_every_command_that_shows_its_output_is_run():
+    pairs = zip(README.blocks, README.blocks[1:], strict=False)
+    shown = [text.strip() for (kind, text), (after, _) in pairs if (kind, after) == ("sh", "text")]
+    assert [line for line in shown if not line.startswith("toolkit plan ")] == SHOWN
 
 
 def test_the_launch_of_training_trains(here, small_model, launch_environment):
@@ -312,27 +389,51 @@ def test_the_launch_of_training_trains(here, small_model, launch_environment):
     words = [*words_of(command), "--model_name_or_path", small_model]
     done = launches.run(words, environment=launch_environment, folder=here)
     assert done.returncode == 0, done.stdout
-    (folder,) = (here / "runs").iterdir()
+    (folder,) = (here / "runs").glob("zero2-*")
     record = read_record(folder)
     assert record["strategy"] == "zero2"
-    assert len(record["losses"]) == 20
+    assert record["summary"]["epochs"] == 1
     assert record["model"]["name"] == str(small_model)
 
 
-def test_the_rehearsal_of_the_script_with_our_trainer_prints_what_is_shown(
-    here, small_model, launch_environment
-):
+def test_the_losses_that_open_the_readme_are_those_of_the_examples(here, launch_environment):
+    flags = ["--label_smoothing_factor", "0.1", "--max_steps", "4", "--output_dir", "runs/smooth"]
+    rows = rows_below(README, "| loss at step")
+    scripts = {"`Trainer`": "trainer.py", "`ToolkitTrainer`": "toolkit_trainer.py"}
+    for name, *losses in rows:
+        script, strategy = name.split(", ")
+        command = f"{LAUNCH}/{strategy}.yaml -m toolkit.rehearse examples/{scripts[script]}"
+        words = [*words_of(command), "--per_device_train_batch_size", "2", *flags]
+        done = launches.run(words, environment=launch_environment, folder=here)
+        assert done.returncode == 0, done.stdout
+        printed = re.findall(r"'loss': '?([\d.]+)", done.stdout)
+        assert [float(loss.strip("*")) for loss in losses] == pytest.approx(
+            [*map(float, printed)], abs=3e-3
+        ), name
+    assert rows[0][1:] == rows[2][1:]
+
+
+def test_the_two_lines_are_those_by_which_the_examples_differ():
+    (diff,) = README.in_language("diff")
+    for sign, script in (("-", "trainer.py"), ("+", "toolkit_trainer.py")):
+        text = (ROOT / "examples" / script).read_text()
+        lines = [line[1:] for line in diff.splitlines() if line.startswith(sign)]
+        assert len(lines) == 2
+        assert f"    {lines[1]}\n" in text
+        imported = lines[0].removeprefix("from ").split(" import ")
+        found = re.findall(rf"^from {imported[0]} import (?:\((.*?)\)|(.*)$)", text, re.M | re.S)
+        assert imported[1] in " ".join("".join(pair) for pair in found)
+
+
+def test_the_script_with_our_trainer_in_the_docs_runs(here, small_model, launch_environment):
     (script,) = [text for text in TRAINING.python if NEEDS_RANKS in text]
-    (shown,) = [text for text in README.python if NEEDS_RANKS in text]
-    assert set(shown.splitlines()) <= set(script.splitlines())
     script = script.replace("Qwen/Qwen2.5-0.5B", str(small_model)).replace("runs/", "own/")
-    (here / "your_script.py").write_text(script)
-    command = next(line for line in README.commands if "-m toolkit.rehearse" in line)
-    done = launches.run(words_of(command), environment=launch_environment, folder=here)
+    (here / "mine.py").write_text(script)
+    words = words_of(f"{LAUNCH}/zero3.yaml -m toolkit.rehearse mine.py")
+    done = launches.run(words, environment=launch_environment, folder=here)
     assert done.returncode == 0, done.stdout
-    output = README.outputs_of(command)
-    assert all(line.removesuffix(", ...") in done.stdout for line in output), done.stdout
-    assert output == [line for text in REHEARSAL.in_language("text") for line in text.splitlines()]
+    shown = [line for text in REHEARSAL.in_language("text") for line in text.splitlines()]
+    assert shown == README.outputs_of(SHOWN[1])
     assert (here / "own" / "mine" / "final" / "model.safetensors").is_file()
 
 
@@ -346,7 +447,8 @@ def rows_below(page, heading):
 
 
 def test_the_strategies_are_those_of_the_code():
-    rows = rows_below(README, "## Strategies")
+    rows = rows_below(STRATEGIES_PAGE, "One name")
+    assert all(row in rows for row in rows_below(README, "## Strategies"))
     assert [(row[0].strip("`"), row[1]) for row in rows] == [
         (strategy.name, strategy.summary) for strategy in STRATEGIES.values()
     ]
@@ -401,8 +503,23 @@ def test_every_link_and_path_exists(page):
         assert target.exists(), link
         assert not anchor or anchor in by_path[target].anchors, link
     folders = "accelerate_configs|deepspeed_configs|notebooks|benchmarks|tests|toolkit|docs|\\.ci"
+    folders += "|examples"
     for name in re.findall(rf"`((?:{folders})/[^`]*)`", page.text):
         assert (ROOT / name).exists(), name
+
+
+def test_the_glossary_has_a_sentence_for_each_of_its_words():
+    words = re.findall(r"^## (.+)\n\n(?:(?!## ).+\n)+", GLOSSARY.text, re.MULTILINE)
+    assert [word.lower() for word in words] == list(FORMS)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page is not GLOSSARY], ids=str)
+def test_the_first_use_of_a_word_of_the_glossary_links_there(page):
+    text = page.running_text
+    for word, forms in FORMS.items():
+        if used := re.search(rf"(?i)(?<![\w-])({forms})(?![\w-])", text):
+            link = f"[{used[0]}](glossary.md#{word})"
+            assert text[used.start() - 1 :].startswith(link), (word, text[used.start() - 60 :][:90])
 
 
 def test_every_page_is_linked_from_the_readme_and_from_the_index():

@@ -21,7 +21,7 @@ from reference import reference_pages
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 EXECUTED = "TOOLKIT_EXECUTED_NOTEBOOKS"
-COPIED = ("docs", "benchmarks/results")
+COPIED = ("docs", "benchmarks/results", "examples")
 SINGLE = ("CONTRIBUTING.md", "LICENSE")
 NO_OUTPUTS = "This notebook was not run for this build of the site, so its outputs are missing."
 
@@ -89,6 +89,7 @@ def index_page(folder: Path) -> str:
     by_task = re.findall(r"\]\((docs/[^)#]+)\.md[)#]", where)
     lists = {
         "By task": by_task,
+        "Examples": _names(folder, "examples", "*.md"),
         "Notebooks": _names(folder, "notebooks", "*.ipynb"),
         "Reference": [f"reference/{name}" for name in reference_pages()],
         "Contributing": ["CONTRIBUTING"],
