@@ -259,7 +259,6 @@ def _hub_source(arguments: DataArguments, split: str, limit: int | None) -> Sour
                 return Source(name=name, identity=identity, load=lambda _: _first_of(stream, limit))
             dataset = load_dataset(name, config, split=split)
         # An unknown configuration or split is a ValueError, no network a ConnectionError.
-        # An unknown configuration or split is a ValueError, no network a ConnectionError.
         except (DatasetsError, ValueError, OSError) as error:
             offline = f" It is not in the cache ({HF_DATASETS_CACHE}): run once with a network."
             why = sentence_of(error) + offline * isinstance(error, ConnectionError)
