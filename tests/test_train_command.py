@@ -180,7 +180,7 @@ MISTAKES = [
     ("train --config there.yaml", "--config there.yaml is not there"),
     ("train rows.jsonl", "'rows.jsonl' belongs to no flag."),
     ("train --strategy", "Option '--strategy' requires an argument"),
-    ("trian", "No such command 'trian'. Did you mean 'train'?"),
+    ("trainn", "No such command 'trainn'. Did you mean 'train'?"),
     ("compare --learning_rate 1e-4", "toolkit compare -- --learning_rate ..."),
 ]
 

@@ -11,7 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from toolkit import environment
 from toolkit.comparing.report.terminal import print_line
 from toolkit.comparing.run.folders import short_path
+from toolkit.comparing.run.preparing import run_environment
 from toolkit.comparing.run.progress import ANNOUNCEMENT, waiting
 from toolkit.comparing.run.starting import visible_gpus
 from toolkit.configs.accelerate import check_num_processes, num_processes_problem
@@ -27,7 +28,8 @@ from toolkit.data.flags import typed_flags
 from toolkit.errors import UsageError
 from toolkit.escaping import shell_line
 from toolkit.launching.folder_lock import lock_folder
-from toolkit.launching.launch import launch_command, launch_environment, run
+from toolkit.launching.forking import warm_launches
+from toolkit.launching.launch import launch_command, run
 from toolkit.launching.outcome import Outcome
 from toolkit.launching.preparing import PrepareError, prepare_launch
 from toolkit.launching.step_lines import Display
@@ -69,8 +71,12 @@ def train(flags: Sequence[str], options: TrainOptions, *, console: Console) -> i
     if options.strategy is not None and options.config is not None:
         raise UsageError("--strategy and --config both name the launch. Leave one of them out.")
     command = TrainCommand(flags, options, console)
+    # Without a GPU, the ranks are forked from a process that has imported what the preparation
+    # needs, too. On GPUs a training that may last for days depends on no such process.
+    forked = nullcontext() if command.gpus else warm_launches(command.environment())
     try:
-        return command.run()
+        with forked:
+            return command.run()
     except PrepareError as error:
         command.say(str(error))
         return 1
@@ -87,12 +93,17 @@ class TrainCommand:
 
     def __init__(self, flags: Sequence[str], options: TrainOptions, console: Console) -> None:
         self.flags, self.options, self.console = list(flags), options, console
+        self.gpus = environment.gpus()
         self.stopped: signal.Signals | None = None
         self._said: set[str] = set()
         self._display = Display(console)
 
     def say(self, text: str) -> None:
         print_line(text if ANNOUNCEMENT.match(text) else f"toolkit: {text}", console=self.console)
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables of the preparation, and of the ranks without a GPU."""
+        return run_environment(rehearsal=not self.gpus)
 
     def run(self) -> int:
         ranks, config, variables = self._launch()
@@ -129,14 +140,15 @@ class TrainCommand:
 
     def _launch(self) -> tuple[int | None, Path, dict[str, str]]:
         """Prepare, and return the number of ranks, the config file and variables of the launch."""
-        options, gpus = self.options, environment.gpus()
+        options, gpus = self.options, self.gpus
         self._strategy: Strategy | None = None
         if options.config is not None:
             if not options.config.is_file():
                 raise UsageError(f"--config {options.config} is not there: check the path.")
             self._settle("run")
             self._prepare([])
-            return options.num_processes, options.config, {}
+            hidden = visible_gpus(single=False, rehearsal=not gpus)
+            return options.num_processes, options.config, hidden
         ranks = options.num_processes or max(1, len(gpus))
         name = options.strategy or (ALONE[0] if ranks == 1 else ON_SEVERAL[0])
         strategy = get_strategy(name)
@@ -187,7 +199,7 @@ class TrainCommand:
             return prepare_launch(
                 [*options, f"--output={self._folder}"],
                 self.flags,
-                environment=launch_environment({}, loopback=True),
+                environment=self.environment(),
                 say=lambda text: self._note(f"toolkit: {text}"),
             )
 

@@ -69,6 +69,7 @@ def test_what_the_user_says_wins(tmp_path):
 def test_the_learning_rate_follows_the_model():
     assert values()["learning_rate"] == 1e-3
     assert values(*MODEL_FOLDER)["learning_rate"] == 5e-5
+    assert values(*MODEL_FOLDER, "--method", "lora")["learning_rate"] == 2e-4
     assert values(*MODEL_FOLDER, "--learning_rate", "1e-3")["learning_rate"] == 1e-3
 
 

@@ -207,7 +207,7 @@ DEPENDENT_DEFAULTS: dict[str, str] = {
     "output_dir": "runs/<strategy>-<time>-<process>",
     "max_steps": f"{DEFAULT_MAX_STEPS} with the built-in rows and without --num_train_epochs",
     "num_train_epochs": "1 with rows of your own and without --max_steps",
-    "learning_rate": "0.001 for the built-in model, else 5e-05",
+    "learning_rate": "0.001 for the built-in model, else 5e-05, and 2e-04 for adapters",
     "save_strategy": "no without --save_steps",
     "eval_strategy": "no without --eval_steps",
     "per_device_eval_batch_size": "that of training",
@@ -270,7 +270,7 @@ def training_values(own: OwnArguments) -> dict[str, Any]:
         or _default_output_dir(own.run),
         "max_steps": TrainingArguments.max_steps if counts_epochs else DEFAULT_MAX_STEPS,
         "num_train_epochs": 1.0,
-        "learning_rate": 1e-3 if own.model.is_built_in else 5e-5,
+        "learning_rate": _usual_rate(own),
         "save_strategy": "no" if values["save_steps"] is None else "steps",
         "save_steps": TrainingArguments.save_steps,
         "eval_strategy": "no" if values["eval_steps"] is None else "steps",
@@ -279,6 +279,12 @@ def training_values(own: OwnArguments) -> dict[str, Any]:
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
     return values | {name: value for name, value in defaults.items() if values[name] is None}
+
+
+def _usual_rate(own: OwnArguments) -> float:
+    if own.model.is_built_in:
+        return 1e-3
+    return 5e-5 if own.method.is_full else 2e-4  # as QLoRA's (arXiv 2305.14314)
 
 
 def training_arguments(values: Mapping[str, Any]) -> TrainingArguments:
