@@ -28,6 +28,8 @@ DATA = {
     "name": "stdlib",
     "hash": "abc",
     "rows": 100,
+    "lost_tokens": 0,
+    "longest_text": 40,
     "tokens_hash": "def",
     "dropped": 0,
     "python": "3.11",

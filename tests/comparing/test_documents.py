@@ -23,4 +23,4 @@ def test_it_runs_and_shows_something(text, full_results, tmp_path, monkeypatch, 
 
 
 def test_there_are_such_blocks():
-    assert len(READERS) == 3
+    assert len(READERS) == 2

@@ -87,7 +87,7 @@ class Recorder:
         self._clock = Clock()
         self._save_seconds: float | None = None
         self.on_log: Callable[[int, Mapping[str, Any]], None] | None = None
-        """Gets the values that are logged of a step, on rank 0."""
+        """Gets the values that are logged of a step's loss, on rank 0."""
 
         self.steps_before = 0
         """Optimizer steps of the training that were done before this run resumed it."""
@@ -329,7 +329,9 @@ class Recorder:
 
     def logged(self, step: int, **values: Any) -> None:
         """Append one line to `steps.jsonl`, which survives if the run dies later."""
-        if self.on_log is not None and self._rank == 0:
+        if (
+            self.on_log is not None and self._rank == 0 and "loss" in values
+        ):  # evaluations have none
             self.on_log(step, values)
         if self._steps_file is not None and self._rank == 0:
             line = {"step": step} | {key: _plain(value) for key, value in values.items()}

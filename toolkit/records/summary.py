@@ -29,6 +29,8 @@ class Summary(TypedDict):
     """Loss of the first step; null where the checkpoint did not hold it."""
 
     last_loss: float
+    """Loss of the last step."""
+
     perplexity: float | None
     """On the rows for evaluation, after the last step; null without any."""
 
