@@ -12,6 +12,7 @@ from places import ROOT
 
 from toolkit import cli, train_command
 from toolkit.environment import InstalledGpu
+from toolkit.launching.outcome import Outcome
 from toolkit.planning.terms import GIB
 from toolkit.records.record import read_record
 
@@ -124,7 +125,7 @@ def test_one_verb_trains_says_what_came_of_it_and_goes_on(begun, rows, tmp_path)
 def test_a_stopped_training_saves_and_the_printed_command_ends_as_if_it_never_was(
     begun, rows, tmp_path
 ):
-    flags = ["--strategy", "ddp", "--train_file", rows.name, "--max_steps", 60]
+    flags = ["--strategy", "ddp", "--train_file", rows.name, "--max_steps", 24]
     flags += ["--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 1]
     whole = begun("train", *flags, "--output_dir", "whole")
     printed, _ = whole.communicate(timeout=600)
@@ -199,16 +200,49 @@ def test_a_mistake_is_a_sentence_and_nothing_is_written(words, sentence, command
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_what_is_too_large_for_the_gpus_is_said_before_a_rank_starts(monkeypatch, rows, cache):
-    gpus = [InstalledGpu(name="small", memory_bytes=GIB // 4, capability=(8, 0))] * 2
-    monkeypatch.setattr(train_command.environment, "gpus", lambda: gpus)
+def started_on(gpus, flags, monkeypatch, folder):
+    """Return how `toolkit train` ends on a machine with these GPUs, and the launch it makes there.
+
+    The launch itself is left out: its ranks would need the GPUs.
+    """
     started = []
-    monkeypatch.setattr(train_command, "run", lambda *words, **_: started.append(words))
-    monkeypatch.chdir(rows.parent)
-    flags = ["toolkit", "train", "--train_file", rows.name, "--strategy", "ddp"]
-    monkeypatch.setattr("sys.argv", flags)
+
+    def run(command, **options):
+        started.append((command, options))
+        return Outcome(status="usage", reason="no GPU", tail=[], seconds=None, statuses=[])
+
+    monkeypatch.setattr(train_command.environment, "gpus", lambda: gpus)
+    monkeypatch.setattr(train_command, "run", run)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.argv", ["toolkit", "train", *flags])
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert ended.value.code == 2
-    assert not started
-    assert [path.name for path in rows.parent.iterdir()] == [rows.name]
+    return ended.value.code, started
+
+
+def gpus_of(size):
+    return [InstalledGpu(name="small", memory_bytes=int(size * GIB), capability=(8, 0))] * 2
+
+
+@pytest.mark.long
+def test_on_gpus_what_fits_is_launched_and_what_does_not_is_refused(
+    monkeypatch, rows, cache, capsys
+):
+    folder = rows.parent
+    code, started = started_on(gpus_of(40), ["--train_file", rows.name], monkeypatch, folder)
+    assert code == 2  # of the launch that is left out
+    ((command, options),) = started
+    assert options["num_processes"] == 2
+    assert options["environment"] == {}
+    assert command[command.index("--strategy") + 1] == "ddp"
+    config = command[command.index("--config_file") + 1]
+    assert config.endswith("ddp.yaml")
+    assert "toolkit: strategy ddp: the first that fits, with " in capsys.readouterr().out
+    assert not [*folder.glob("runs/*")]
+
+    flags = ["--train_file", rows.name, "--strategy", "ddp"]
+    code, started = started_on(gpus_of(0.25), flags, monkeypatch, folder)
+    assert (code, started) == (2, [])
+    assert "toolkit: ddp is too large for this machine: it needs " in capsys.readouterr().err
+    code, started = started_on(gpus_of(0.25), [*flags, "--anyway"], monkeypatch, folder)
+    assert len(started) == 1
