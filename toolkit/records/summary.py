@@ -41,6 +41,8 @@ class Summary(TypedDict):
     """The strategy that was attested."""
 
     num_processes: FromOne
+    """Number of ranks."""
+
     rehearsal: bool
     """Whether the run was a rehearsal on the CPU."""
 
