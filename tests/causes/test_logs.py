@@ -7,6 +7,7 @@ import pytest
 from toolkit.causes.diagnosis import diagnose, doubts, slow_causes
 from toolkit.causes.failures import read_failures
 from toolkit.causes.lines import PIECE_BYTES, lines_of, read_lines
+from toolkit.launching.step_lines import StepLines
 
 OUT = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 CLOSED = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:57563."
@@ -151,6 +152,9 @@ def test_a_loss_that_ends_in_nan_is_named():
     assert name_in(STEPS + '{"loss": NaN}\n') == "not-finite"
 
 
+OURS = StepLines(9, tokens_per_step=None, peak=lambda: None)
+RATE = {"learning_rate": 1e-5}
+NAN = float("nan")
 LOSS = "{{'loss': '{}', 'grad_norm': '{}', 'epoch': '0.1'}}\n"
 END = "{'train_runtime': '3.1', 'train_loss': '0.0'}\n"
 
@@ -175,6 +179,7 @@ END = "{'train_runtime': '3.1', 'train_loss': '0.0'}\n"
             "mean loss of the whole training is 0.0",
         ),
         ("loss: tensor(nan, device='cuda:0')\n", "not-finite", "The last loss"),
+        (OURS.of(2, {"loss": 2.5}) + "\n" + OURS.of(3, RATE | {"loss": NAN}), "not-finite", "nan"),
         (
             "Step | Training Loss\n-- | --\n1 | 0.0\n2 | 0.0\n3 | 0.0\n",
             "nothing-learned",

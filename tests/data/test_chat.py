@@ -482,12 +482,12 @@ def test_a_template_that_the_toolkit_brings_is_named_before_the_training_after_i
 ):
     long = [{"role": "user", "content": "many words " * 99}, CHAT[-1]]
     path = write_rows(tmp_path / "rows.jsonl", [{"messages": CHAT}] * 8 + [{"messages": long}])
-    flags = ["--train_file", path, "--max_steps", 1, "--engine", "loop", "--report_to", "none"]
+    flags = ["--train_file", path, "--max_length", 128, "--max_steps", 1, "--engine", "loop"]
     done = launches.run(
         [*launches.TRAIN, *flags, "--output_dir", tmp_path / "o"], environment=launch_environment
     )
     assert done.returncode == 0, done.stdout
-    before, trained, after = done.stdout.partition("step 1/1 ")
+    before, trained, after = done.stdout.partition("step 1/1: ")
     assert trained
     said = "toolkit: the model has no chat template: the chats of rows.jsonl are trained with roles"
     assert before.count(said) == 1

@@ -69,7 +69,9 @@ STEP: Final = re.compile(
 )
 TRAINED: Final = re.compile(r"['\"]train_runtime['\"]: ")
 METRIC: Final = re.compile(
-    r"\b((?:train_|eval_)?loss|grad[_ ]norm)['\"]?\s*[:=]\s*['\"]?(?:tensor\()?"
+    r"\b((?:train_|eval_)?loss|grad[_ ]norm)['\"]?"
+    # The second form is that of toolkit.train.
+    r"(?:\s*[:=]\s*['\"]?(?:tensor\()?|\s(?=\S+, learning rate ))"
     r"(nan|[+-]?inf|[-+.\d]+(?:e[-+]?\d+)?)",
     re.IGNORECASE,
 )
