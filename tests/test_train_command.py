@@ -167,6 +167,12 @@ MISTAKES = [
     ("train --epochs 3", "There is no flag --epochs. Did you mean --num_train_epochs?"),
     ("train --train-fil rows.jsonl", "Did you mean --train_file?"),
     ("train --train_file there.jsonl", "--train_file there.jsonl is not there"),
+    ("train --strategy zero5", "There is no strategy 'zero5'. Did you mean 'zero3'?"),
+    ("train --strategy ddp --config x.yaml", "--strategy and --config both name the launch."),
+    ("train --config there.yaml", "--config there.yaml is not there"),
+    ("train --strategy", "Option '--strategy' requires an argument"),
+    ("trainn", "No such command 'trainn'. Did you mean 'train'?"),
+    ("compare --learning_rate 1e-4", "toolkit compare -- --learning_rate ..."),
     ("train --train_file rows.pdf", "ends in '.pdf'"),
     ("train --train_file empty.jsonl", "is empty: zero training rows"),
     ("train --model_name_or_path ./there", "--model_name_or_path ./there is not there"),
@@ -176,17 +182,17 @@ MISTAKES = [
     ("train --learning_rate 1e", "--learning_rate 1e is not a number."),
     ("train --max_length 1", "--max_length 1 leaves no token to predict"),
     ("train --method lorra", "invalid choice: 'lorra'"),
-    ("train --strategy zero5", "There is no strategy 'zero5'. Did you mean 'zero3'?"),
-    ("train --strategy ddp --config x.yaml", "--strategy and --config both name the launch."),
-    ("train --config there.yaml", "--config there.yaml is not there"),
     ("train rows.jsonl", "'rows.jsonl' belongs to no flag."),
-    ("train --strategy", "Option '--strategy' requires an argument"),
-    ("trainn", "No such command 'trainn'. Did you mean 'train'?"),
-    ("compare --learning_rate 1e-4", "toolkit compare -- --learning_rate ..."),
 ]
+SHORT = MISTAKES[:10]
+"""The others start a process each, as these do in part, and find the same kinds of mistakes."""
 
 
-@pytest.mark.parametrize(("words", "sentence"), MISTAKES, ids=lambda value: value)
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [pytest.param(*m, marks=[] if m in SHORT else [pytest.mark.long]) for m in MISTAKES],
+    ids=lambda value: value,
+)
 def test_a_mistake_is_a_sentence_and_nothing_is_written(words, sentence, command, tmp_path):
     for name in ("rows.pdf", "empty.jsonl"):
         (tmp_path / name).write_text("x" if name == "rows.pdf" else "")
