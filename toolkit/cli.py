@@ -566,6 +566,8 @@ def main() -> None:
     redact_output()
     try:
         raise SystemExit(app(prog_name="toolkit", standalone_mode=False))
+    except typer.Abort:  # Ctrl-C, before typer 0.29
+        raise SystemExit(130) from None
     except (UsageError, OSError, COMMAND_LINE_ERROR) as error:
         sentence = _sentence(error)
         if sentence is None:
