@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback
 
 from toolkit import environment
@@ -244,6 +243,8 @@ def _steps_shown(job: Job, recorder: Recorder, status: StatusFile) -> Generator[
     if rank() != 0:
         yield
         return
+    from rich.console import Console
+
     data = job.request.data
     lines = StepLines(
         job.last_step,
