@@ -182,7 +182,7 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
             replace(
                 own,
                 rest=own.speed.with_flags(passed, strategy),
-                run=replace(own.run, strategy=strategy.name if launch.strategies else None),
+                run=replace(own.run, strategy=_named(strategy) if launch.strategies else None),
             )
         )
         for strategy in strategies
@@ -272,6 +272,11 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
         method=method,
         notes=notes,
     )
+
+
+def _named(strategy: Strategy) -> str | None:
+    """Return the name for the folder of a run; None for a config that is none of the table's."""
+    return strategy.name if strategy.name in STRATEGIES else None
 
 
 def check_output_folder(
