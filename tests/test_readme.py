@@ -413,6 +413,15 @@ def test_the_losses_that_open_the_readme_are_those_of_the_examples(here, launch_
     assert rows[0][1:] == rows[2][1:]
 
 
+def test_the_speeds_of_the_readme_are_those_of_the_page_that_it_links():
+    page = (ROOT / "benchmarks/results/2026-11-26-speed-lab.md").read_text()
+    assert "benchmarks/results/2026-11-26-speed-lab.md" in README.links
+    measured = [line.split("|") for line in page.splitlines() if line.startswith("| ")]
+    for name, *shown in rows_below(README, "## Measured"):
+        cells = [{cell.strip() for cell in row} for row in measured]
+        assert any({*shown} <= row for row in cells), name
+
+
 def test_the_two_lines_are_those_by_which_the_examples_differ():
     (diff,) = README.in_language("diff")
     for sign, script in (("-", "trainer.py"), ("+", "toolkit_trainer.py")):

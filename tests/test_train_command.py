@@ -6,15 +6,20 @@ import shlex
 import signal
 import subprocess
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from places import ROOT
+from rich.console import Console
 
 from toolkit import cli, train_command
 from toolkit.environment import InstalledGpu
+from toolkit.errors import UsageError
 from toolkit.launching.outcome import Outcome
+from toolkit.planning.choice import Choice
 from toolkit.planning.terms import GIB
 from toolkit.records.record import read_record
+from toolkit.train_command import TrainCommand, TrainOptions
 
 TEXTS = ["the quick brown fox ", "jumps over the lazy dog ", "small birds sing in the rain "]
 
@@ -105,6 +110,7 @@ def test_one_verb_trains_says_what_came_of_it_and_goes_on(begun, rows, tmp_path)
 
     # The command that it prints trains the model further.
     (go_on,) = [line.removeprefix("go on     ") for line in lines if line.startswith("go on")]
+    assert go_on.startswith("toolkit train --strategy single --train_file ")
     again = begun(*shlex.split(go_on)[1:], "--max_steps", 2)
     further, _ = again.communicate(timeout=600)
     assert again.returncode == 0, further
@@ -141,6 +147,7 @@ def test_a_stopped_training_saves_and_the_printed_command_ends_as_if_it_never_wa
     assert "toolkit: SIGTERM: the ranks save after their step and leave" in "".join(lines)
     assert any(re.match("toolkit: preempted: saved at step ", line) for line in lines), lines
     (command,) = [line.partition("go on with: ")[2] for line in lines if "go on with: " in line]
+    assert "--strategy ddp" in command
     resumed = begun(*shlex.split(command)[1:])
     printed, _ = resumed.communicate(timeout=600)
     assert resumed.returncode == 0, printed
@@ -250,5 +257,33 @@ def test_on_gpus_what_fits_is_launched_and_what_does_not_is_refused(
     code, started = started_on(gpus_of(0.25), flags, monkeypatch, folder)
     assert (code, started) == (2, [])
     assert "toolkit: ddp is too large for this machine: it needs " in capsys.readouterr().err
-    code, started = started_on(gpus_of(0.25), [*flags, "--anyway"], monkeypatch, folder)
-    assert len(started) == 1
+    # A checkpoint that is named names the folder, too.
+    resume = ["--anyway", "--resume_from_checkpoint", "runs/mine/checkpoint-3"]
+    code, started = started_on(gpus_of(0.25), [*flags, *resume], monkeypatch, folder)
+    ((_, options),) = started
+    assert options["folder"] == Path("runs/mine")
+
+
+def test_a_strategy_that_training_refuses_is_passed_over_by_name(monkeypatch, capsys):
+    gpus = gpus_of(40)
+    monkeypatch.setattr(train_command.environment, "gpus", lambda: gpus)
+    command = TrainCommand(["--sync_each_batch", "True"], TrainOptions(), Console(width=200))
+
+    def prepare(options):
+        if "--strategies=zero1" in options:
+            raise UsageError("--sync_each_batch is for FSDP2 and ddp, and this is zero1.")
+
+    def choose(run, _, *, others, refused):
+        assert others
+        name = "fsdp" if "zero1" in refused else "zero1"
+        return Choice(strategy=name, reason="the first that fits", fits=True)
+
+    monkeypatch.setattr(command, "_prepare", prepare)
+    monkeypatch.setattr(train_command, "choose", choose)
+    assert command._chosen({"strategy": "ddp", "num_processes": 2}) == "fsdp"
+    assert command._flags_of_ranks[-2:] == ["--strategy", "fsdp"]
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        "toolkit: passed over zero1: --sync_each_batch is for FSDP2 and ddp, and this is zero1.",
+        "toolkit: strategy fsdp: the first that fits",
+    ]

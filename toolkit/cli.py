@@ -550,9 +550,11 @@ def _sentence(error: Exception) -> str | None:
     if context is None or "\n" in text:
         return text
     text = f"{text.rstrip('.?')}{'?' if text.endswith('?') else '.'}"
-    flags = [word for word in sys.argv if word.startswith("--")]
-    if "No such option" in text and "FLAGS" in str(context.command.collect_usage_pieces(context)):
-        text += f" Flags of toolkit.train stand behind --: {context.command_path} -- {flags[0]} ..."
+    option = getattr(problem, "option_name", None)  # of one that the verb does not have
+    takes_flags = "FLAGS" in str(context.command.collect_usage_pieces(context))
+    typed = [word for word in sys.argv if option and _hyphened(word).startswith(option)]
+    if typed and takes_flags:
+        text += f" Flags of toolkit.train stand behind --: {context.command_path} -- {typed[0]} ..."
     return f"{text} See {context.command_path} --help."
 
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Final
 
 from toolkit.errors import GuardError, MachineLostError, UsageError
 from toolkit.launching.python import check_package_folder
-from toolkit.launching.ranks import leave, machines, quiet, rank
+from toolkit.launching.ranks import leave, quiet, rank
+from toolkit.launching.ranks import machines as number_of_machines
 from toolkit.launching.status import STATUS_DIR, StatusFile, guard, status_folder
 from toolkit.launching.watchdog import watching
 from toolkit.redaction import redact, redact_output, redacted_words
@@ -84,7 +85,9 @@ def _checked_flags(argv: list[str]) -> OwnArguments:
     try:
         return checked_flags(argv)
     except UsageError as error:
-        if machines() > 1:  # the others wait for this one, and have to hear that it leaves
+        if (
+            number_of_machines() > 1
+        ):  # the others wait for this one, and have to hear that it leaves
             from toolkit.measuring.machines import watched
 
             with contextlib.suppress(UsageError), watched(meeting=True):
@@ -96,21 +99,21 @@ def _checked_flags(argv: list[str]) -> OwnArguments:
 
 
 def _train(own: OwnArguments, *, refused_by: type[BaseException]) -> None:
-    from toolkit.measuring import machines as others
+    from toolkit.measuring import machines
 
     if STATUS_DIR in os.environ:  # a launcher that listens hears of mistakes too
         status = StatusFile(Path(os.environ[STATUS_DIR]), rank())
         with guard(status, refused_by=(refused_by,)):
             check_package_folder()
-            with others.watched(meeting=True):
+            with machines.watched(meeting=True):
                 job = _checked(own, status)
-            with others.watched():
+            with machines.watched():
                 _run(job, status)
         return
-    with others.watched(meeting=True):
+    with machines.watched(meeting=True):
         job = _checked(own)  # without a launcher, a mistake leaves no files behind
     status = StatusFile(status_folder(job.output_dir), rank())
-    with guard(status, refused_by=(refused_by,)), others.watched():
+    with guard(status, refused_by=(refused_by,)), machines.watched():
         _run(job, status)
 
 
@@ -120,7 +123,7 @@ def _train(own: OwnArguments, *, refused_by: type[BaseException]) -> None:
 
 def _checked(own: OwnArguments, status: StatusFile | None = None) -> Job:
     """Return the training that the flags ask for; its preparation of data is watched, too."""
-    from toolkit.measuring import machines as others
+    from toolkit.measuring import machines
     from toolkit.training.job import checked_job
 
     if not (seconds := own.run.hang_timeout):
@@ -128,7 +131,7 @@ def _checked(own: OwnArguments, status: StatusFile | None = None) -> Job:
     watchdog = watching(
         folder_of_launch() if status is None else status.path.parent,
         seconds,
-        texts=others.meeting(),
+        texts=machines.meeting(),
         ending=(lambda error: None) if status is None else status.failed,
     )
     with watchdog:
@@ -137,13 +140,13 @@ def _checked(own: OwnArguments, status: StatusFile | None = None) -> Job:
 
 def _run(job: Job, status: StatusFile) -> None:
     from toolkit.engines import flight_recorder
-    from toolkit.measuring import machines as others
+    from toolkit.measuring import machines
     from toolkit.training.run import train
 
     watchdog = watching(
         status.path.parent,
         job.own.run.hang_timeout,
-        texts=others.meeting(),
+        texts=machines.meeting(),
         collectives=flight_recorder.COLLECTIVES,
         step=lambda: status.step,
         ending=status.failed,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from toolkit import environment
+from toolkit.checkpoints.resume_request import folder_to_resume
 from toolkit.comparing.report.terminal import print_line
 from toolkit.comparing.run.folders import short_path
 from toolkit.comparing.run.preparing import run_environment
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 LOG: Final = "stdout.log"
 STATUS: Final = "status"
+STATUS_BEFORE: Final = "status-before"
+"""The status files of an earlier start, until it is known that this one is of the same run."""
 
 EXIT_CODES: Final = {"ok": 0, "usage": 2, "refused": 3}
 """Exit codes by the status of an outcome; 1 for any other."""
@@ -133,9 +136,8 @@ class TrainCommand:
             for path, place in kept.items():
                 path.rename(place)
             mark.unmark()
-        for path in kept if outcome.status != "usage" else ():
-            if path.is_dir():
-                shutil.rmtree(path)
+        else:
+            shutil.rmtree(folder / STATUS_BEFORE, ignore_errors=True)
         return self._end(outcome)
 
     def _launch(self) -> tuple[int | None, Path, dict[str, str]]:
@@ -146,7 +148,7 @@ class TrainCommand:
             if not options.config.is_file():
                 raise UsageError(f"--config {options.config} is not there: check the path.")
             self._settle("run")
-            self._prepare([])
+            self._prepare([] if gpus else ["--rehearsal"])
             hidden = visible_gpus(single=False, rehearsal=not gpus)
             return options.num_processes, options.config, hidden
         ranks = options.num_processes or max(1, len(gpus))
@@ -160,19 +162,7 @@ class TrainCommand:
         self._settle(name)
         facts = self._prepare(_options_of(name, ranks, rehearsal=rehearsal))
         if not rehearsal:
-            choice = choose(
-                _run_facts(name, ranks, facts), gpus[:ranks], others=not options.strategy
-            )
-            if not (choice.fits or options.anyway):
-                raise UsageError(
-                    f"{choice.strategy} is too large for this machine: {choice.reason} "
-                    "--anyway trains all the same."
-                )
-            self.say(f"strategy {choice.strategy}: {choice.reason}")
-            if choice.strategy != name:
-                name = choice.strategy
-                self._settle(name)
-                self._prepare(_options_of(name, ranks, rehearsal=False))
+            name = self._chosen(_run_facts(name, ranks, facts))
         elif options.strategy is None:
             gpus_here = "no GPU" if not gpus else f"fewer GPUs than {ranks} ranks"
             self.say(f"strategy {name}: this machine has {gpus_here}, so it trains on the CPU")
@@ -180,12 +170,41 @@ class TrainCommand:
         variables = visible_gpus(single=not strategy.is_distributed, rehearsal=rehearsal)
         return ranks, cached_configs(strategy).accelerate, variables
 
+    def _chosen(self, run: RunFacts) -> str:
+        """Return the strategy that a run fits, its own or another one, for which all is prepared.
+
+        Raises:
+            UsageError: the planner says that it fits under none that may be chosen.
+        """
+        ranks, gpus = run["num_processes"], self.gpus[: run["num_processes"]]
+        refused: set[str] = set()
+        while True:
+            choice = choose(run, gpus, others=not self.options.strategy, refused=refused)
+            if not (choice.fits or self.options.anyway):
+                raise UsageError(
+                    f"{choice.strategy} is too large for this machine: {choice.reason} "
+                    "--anyway trains all the same."
+                )
+            if choice.strategy != run["strategy"]:
+                self._settle(choice.strategy)
+                try:
+                    self._prepare(_options_of(choice.strategy, ranks, rehearsal=False))
+                except UsageError as error:  # the method or a flag does not go with it
+                    self._note(f"toolkit: passed over {choice.strategy}: {error}")
+                    refused.add(choice.strategy)
+                    self._settle(run["strategy"])
+                    continue
+            self.say(f"strategy {choice.strategy}: {choice.reason}")
+            return choice.strategy
+
     def _settle(self, name: str) -> None:
         """Settle the flags of the ranks and the folder, which has the strategy in its name."""
         flags = list(self.flags)
-        asked = _value_of(flags, "output_dir")
-        self._folder = Path(asked or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
-        if asked is None:
+        named = _value_of(flags, "output_dir")
+        # As in a rank, a checkpoint that is named names the folder, too.
+        folder = folder_to_resume(_value_of(flags, "resume_from_checkpoint"), named)
+        self._folder = Path(folder or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+        if named is None:
             flags += ["--output_dir", str(self._folder)]
         if name != "run":
             flags += ["--strategy", name]
@@ -226,12 +245,12 @@ class TrainCommand:
                 record = cast("Mapping[str, Any]", read_record(self._folder))
             if record is not None and record.get("summary"):
                 self.console.print()
-                words = last_words(record, Path(short_path(self._folder)), self.flags)
-                for line in words:
+                flags = [*self._own_words(), *self.flags]
+                for line in last_words(record, Path(short_path(self._folder)), flags):
                     print_line(line, console=self.console)
             return 0
         reason = outcome.reason or "no reason was given"
-        if not any(reason in said for said in self._said):
+        if not any(reason in line for line in self._said):
             self.say(reason)
         if self.stopped is not None:
             has_saved = any(status.state == "preempted" for status in outcome.statuses)
@@ -244,17 +263,17 @@ class TrainCommand:
         return EXIT_CODES.get(outcome.status, 1)
 
     def _go_on(self) -> str:
-        options = self.options
-        words = ["toolkit", "train"]
-        if options.config is not None:
-            words += ["--config", str(options.config)]
-        elif self._strategy is not None:
-            words += ["--strategy", self._strategy.name]
-        if options.num_processes is not None:
-            words += ["--num-processes", str(options.num_processes)]
-        words += without(redacted_words(self.flags), "output_dir", "resume_from_checkpoint")
-        folder = short_path(self._folder)
-        return shell_line([*words, "--output_dir", folder, "--resume_from_checkpoint", "last"])
+        """Return the command that resumes this run."""
+        flags = without(redacted_words(self.flags), "output_dir", "resume_from_checkpoint")
+        flags += ["--output_dir", short_path(self._folder), "--resume_from_checkpoint", "last"]
+        return shell_line(["toolkit", "train", *self._own_words(), *flags])
+
+    def _own_words(self) -> list[str]:
+        """Return the verb's own options, with the strategy that was taken."""
+        config, ranks = self.options.config, self.options.num_processes
+        words = [] if config is None else ["--config", str(config)]
+        words += [] if self._strategy is None else ["--strategy", self._strategy.name]
+        return words if ranks is None else [*words, "--num_processes", str(ranks)]
 
 
 def _options_of(name: str, ranks: int, *, rehearsal: bool) -> list[str]:
@@ -275,19 +294,20 @@ def _run_facts(name: str, ranks: int, facts: dict[str, Any]) -> RunFacts:
 
 def _value_of(flags: Sequence[str], name: str) -> str | None:
     """Return the last value of a flag among flags; None where it was not passed."""
-    found = None
+    last = None
     for word, following in zip(flags, [*flags[1:], ""], strict=False):
         flag, equals, value = word.partition("=")
         if flag.startswith("--") and flag[2:].replace("-", "_") == name:
-            found = value if equals else following
-    return found
+            last = value if equals else following
+    return last
 
 
 def _set_aside(folder: Path) -> dict[Path, Path]:
     """Rename the log and the status files of an earlier start; return new and old paths."""
+    shutil.rmtree(folder / STATUS_BEFORE, ignore_errors=True)  # of a start that was killed
     number = next(n for n in itertools.count(1) if not (folder / f"stdout-{n}.log").exists())
     kept = {
         folder / f"stdout-{number}.log": folder / LOG,
-        folder / "status-before": folder / STATUS,
+        folder / STATUS_BEFORE: folder / STATUS,
     }
     return {path.rename(new): path for new, path in kept.items() if path.exists()}

@@ -32,6 +32,7 @@ CONFIG = {
 @pytest.fixture(autouse=True)
 def ram(monkeypatch):
     monkeypatch.setattr(choice, "memory_bytes", lambda: 256 * GIB)
+    monkeypatch.setattr(choice, "missing_for", lambda strategy: None)
 
 
 @pytest.fixture
@@ -92,6 +93,18 @@ def test_what_is_chosen_fits_and_nothing_before_it_does(facts, size, ranks):
     if chosen.fits:
         assert chosen.strategy == order[verdicts.index(True)]
         assert chosen.strategy == first or chosen.reason.startswith(f"{first} needs ")
+
+
+def test_what_training_refuses_and_what_this_machine_lacks_is_passed_over(facts, monkeypatch):
+    order = []
+    while (chosen := choose(facts("ddp", 2), gpus(20, 20), refused=order)).fits:
+        order.append(chosen.strategy)
+    assert order == [name for name in choice.ON_SEVERAL if name in order]
+    assert {"fsdp", "zero3", "zero2_offload"} <= {*order}
+    lacks = dict.fromkeys(choice.OFFLOADED, "a compiler")
+    monkeypatch.setattr(choice, "missing_for", lambda strategy: lacks.get(strategy.name))
+    assert choose(facts("single", 1), gpus(20)).fits is False
+    assert choose(facts("ddp", 2), gpus(20, 20)).strategy == order[0]
 
 
 def test_the_smallest_gpu_decides(facts):

@@ -329,9 +329,8 @@ class Recorder:
 
     def logged(self, step: int, **values: Any) -> None:
         """Append one line to `steps.jsonl`, which survives if the run dies later."""
-        if (
-            self.on_log is not None and self._rank == 0 and "loss" in values
-        ):  # evaluations have none
+        is_step = "loss" in values  # an evaluation has none
+        if is_step and self.on_log is not None and self._rank == 0:
             self.on_log(step, values)
         if self._steps_file is not None and self._rank == 0:
             line = {"step": step} | {key: _plain(value) for key, value in values.items()}

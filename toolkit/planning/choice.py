@@ -5,22 +5,25 @@ The run's flags stay as they are. `recommend` looks for better ones, this for wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from toolkit.environment import InstalledGpu, memory_bytes
+from toolkit.environment import InstalledGpu, memory_bytes, missing_for
 from toolkit.errors import UsageError
 from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.of_run import RunFacts, job_of
 from toolkit.planning.remedies import remedies, together
 from toolkit.planning.render.commands import flags_of
-from toolkit.planning.search import OFFLOADED
+from toolkit.planning.search import OFFLOADED, ORDER
 from toolkit.planning.terms import GIB
 from toolkit.planning.verdict import Room, Verdict, judge
+from toolkit.strategies import STRATEGIES
 
-ALONE = ("single", *OFFLOADED)
-ON_SEVERAL = ("ddp", "zero1", "fsdp", "zero2", "zero3", *OFFLOADED)
-"""Strategies in the order in which they are tried, the simplest first, as in `search.ORDER`."""
+_TRIED = {"ddp", "zero1", "fsdp", "zero2", "zero3", *OFFLOADED}
+ALONE = ("single", *(name for name in ORDER if name in OFFLOADED))
+ON_SEVERAL = tuple(name for name in ORDER if name in _TRIED)
+"""Strategies in the order in which they are tried, the simplest first."""
 
 MOST_NAMED = 3
 
@@ -35,16 +38,22 @@ class Choice:
     """False where the planner says that it is too large."""
 
 
-def choose(run: RunFacts, gpus: Sequence[InstalledGpu], *, others: bool = True) -> Choice:
+def choose(
+    run: RunFacts,
+    gpus: Sequence[InstalledGpu],
+    *,
+    others: bool = True,
+    refused: Container[str] = (),
+) -> Choice:
     """Return the first strategy under which a run fits for sure, or else may fit.
 
     Args:
         run: Its facts, under the strategy that is tried first.
         gpus: Those that it runs on, one rank each.
         others: Whether other strategies may be chosen.
+        refused: Strategies that are known not to take the run.
     """
     first = run["strategy"]
-    names = ALONE if len(gpus) == 1 else ON_SEVERAL
     room = Room(gpu_bytes=min(gpu.memory_bytes for gpu in gpus), host_bytes=memory_bytes())
     try:
         verdicts = {first: _judged(run, first, room)}
@@ -52,7 +61,10 @@ def choose(run: RunFacts, gpus: Sequence[InstalledGpu], *, others: bool = True) 
         return Choice(strategy=first, reason=f"{error}; whether it fits is not known", fits=True)
     if verdicts[first].fits or (not others and verdicts[first].answer == "tight"):
         return Choice(strategy=first, reason=_why(verdicts[first], others=others), fits=True)
-    verdicts |= {name: _judged(run, name, room) for name in names if name != first}
+    for name in ALONE if len(gpus) == 1 else ON_SEVERAL:
+        takes = name != first and name not in refused and not missing_for(STRATEGIES[name])
+        with suppress(UsageError):  # not every strategy takes every run
+            verdicts |= {name: _judged(run, name, room)} if takes else {}
     fitting = [name for name, verdict in verdicts.items() if verdict.fits]
     if others and fitting:
         before = f"{first} needs {_needed(verdicts[first])}"

@@ -251,10 +251,11 @@ def _steps_shown(job: Job, recorder: Recorder, status: StatusFile) -> Generator[
         tokens_per_step=(data.tokens or 0) / data.rows * job.global_batch_size or None,
         peak=status.peak or (lambda: None),
     )
-    console = Console(file=sys.stdout if job.args.disable_tqdm else sys.stderr)
     # What follows the launch shows the steps itself, and its log has all of them.
     followed = STATUS_DIR in os.environ
-    display = Display(console, bar=not job.args.disable_tqdm, every_line=followed)
+    has_bar = not (followed or job.args.disable_tqdm)
+    console = Console(file=sys.stderr if has_bar else sys.stdout)
+    display = Display(console, bar=has_bar, every_line=followed)
 
     def show(step: int, values: Mapping[str, Any]) -> None:
         display.line(lines.of(step, values))
