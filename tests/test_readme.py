@@ -316,7 +316,7 @@ def here(tmp_path_factory):
     return folder
 
 
-def agree(shown, printed, within=0.02):
+def agree(shown, printed, within=0.005):
     """Whether a line that is shown is one that was printed, but for numbers that depend on a CPU.
 
     A shown line that ends in dots stands for the beginning of a printed one.

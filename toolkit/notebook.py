@@ -38,6 +38,7 @@ from toolkit.launching.launch import launch_command, run
 from toolkit.launching.outcome import OutcomeStatus
 from toolkit.records.record import Record, read_record
 from toolkit.records.results import Results, Row, read_results
+from toolkit.records.summary import last_words
 from toolkit.strategies import get_strategy
 
 SHOWN_LINES: Final = 30
@@ -199,12 +200,16 @@ def launch(
         output.show()
     if outcome is None:
         raise KeyboardInterrupt  # from here: a cell shows no frame of the launch
-    if outcome.status != "ok":
-        output.show(outcome.tail)  # without the launcher's own traceback
     try:
         record = read_record(folder)
     except UsageError:
         record = None
+    if outcome.status != "ok":
+        output.show(outcome.tail)  # without the launcher's own traceback
+    elif record is not None and record.get("summary"):
+        flags = ["--strategy", chosen.name, *words]
+        output.write("\n".join(["", *last_words(record, Path(short_path(folder)), flags), ""]))
+        output.show()
     return Launched(
         strategy=chosen.name,
         folder=folder,
