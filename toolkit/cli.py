@@ -386,14 +386,11 @@ def report(
     from rich.console import Console
 
     from toolkit.comparing.report import remake
-    from toolkit.comparing.run.rebuilding import restore
 
     console = Console()
-    restore(folder, console=console)
     if second is not None:
         from toolkit.comparing.report.diff.files import side_by_side
 
-        restore(second, console=console)
         side_by_side(folder, second, to=to, console=console)
     elif png:
         remake.remake_picture(folder, console=console)

@@ -28,7 +28,6 @@ from toolkit.comparing.run import schedule
 from toolkit.comparing.run.folders import short_path
 from toolkit.comparing.run.options import DEFAULT_STRATEGIES, CompareOptions
 from toolkit.comparing.run.preparing import run_environment
-from toolkit.comparing.run.rebuilding import restore
 from toolkit.comparing.run.starting import visible_gpus
 from toolkit.configs import ConfigOptions
 from toolkit.configs.files import write_configs
@@ -315,9 +314,6 @@ def report(folder: str | PathLike[str]) -> Compared:
     Raises:
         UsageError: the folder holds no comparison.
     """
-    output = CellOutput()
-    restore(Path(folder), console=_console(output))
-    output.show()
     return Compared(folder=Path(folder), results=read_results(Path(folder)))
 
 

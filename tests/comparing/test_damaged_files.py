@@ -10,7 +10,10 @@ from toolkit.comparing.report.page import render_page
 from toolkit.comparing.report.redact import redact_results
 from toolkit.comparing.report.table_file import render_table
 from toolkit.comparing.report.write import render_markdown
-from toolkit.comparing.run.rebuilding import rebuilt
+from toolkit.comparing.run.comparison import Comparison
+from toolkit.comparing.run.folders import completed
+from toolkit.comparing.run.options import CompareOptions
+from toolkit.comparing.run.plan import build_plan
 from toolkit.errors import UsageError
 from toolkit.records.json_files import write_json
 from toolkit.records.record import read_record
@@ -30,9 +33,22 @@ VALUES = [
 ]
 
 
+def made_again(folder):
+    """Return the results of the records in a folder, as a comparison that goes on makes them."""
+    names = ("single", "ddp", "fsdp")
+    options = CompareOptions(strategies=names, train_flags=("--seed", "7"), output=folder)
+    plan = build_plan(options, gpus=0, missing=lambda strategy: None)
+    comparison = Comparison(folder=folder, plan=plan, options=options, environment={})
+    for run in plan.runs:
+        if starts := completed(folder, run.name):
+            comparison.finished[run.name] = starts
+    comparison.make_rows()
+    return comparison.results()
+
+
 @pytest.fixture
 def comparison(run_folders):
-    write_json(run_folders / "results.json", rebuilt(run_folders).results())
+    write_json(run_folders / "results.json", made_again(run_folders))
     return run_folders
 
 
@@ -53,7 +69,7 @@ def is_read(file):
 
 def report_on(folder, name, *, page):
     """Make everything of the results, or of the records: it must not raise."""
-    results = read_results(folder) if name == "results.json" else rebuilt(folder).results()
+    results = read_results(folder) if name == "results.json" else made_again(folder)
     shown = redact_results(results)
     render_markdown(shown)
     render_table(shown)

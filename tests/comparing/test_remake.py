@@ -2,6 +2,7 @@
 
 import cProfile
 import io
+import json
 import subprocess
 import sys
 
@@ -53,6 +54,39 @@ def test_the_work_for_a_report_grows_with_its_runs_and_no_faster(tmp_path, full_
     none, some, twice = (calls_for(runs, tmp_path, full_results) for runs in (0, 5, 10))
     assert twice - some < 1.1 * (some - none)
     assert (twice - none) / 10 < MOST_CALLS
+
+
+@pytest.mark.parametrize("content", [None, b"\x00\xff"])
+def test_of_lost_results_it_says_which_command_makes_them_again(run_folders, command, content):
+    file = run_folders / "results.json"
+    if content is not None:
+        file.write_bytes(content)
+    before = sorted(run_folders.rglob("*"))
+    for folders in ([run_folders], [run_folders, run_folders]):
+        done = command("report", *folders)
+        assert done.returncode == 2
+        assert f"{file} " in (said := " ".join(done.stderr.split()))
+        assert f"the same `toolkit compare` with --output {run_folders} makes it again" in said
+    assert sorted(run_folders.rglob("*")) == before
+
+
+def test_results_of_a_newer_toolkit_are_refused_by_name_and_left_alone(run_folders, command):
+    write_json(run_folders / "results.json", {"schema": 2})
+    done = command("report", run_folders)
+    assert done.returncode == 2
+    assert "results.json has schema 2" in done.stderr
+    assert json.loads((run_folders / "results.json").read_text()) == {"schema": 2}
+
+
+def test_a_folder_without_a_spec_of_ours_is_no_comparison(tmp_path, command):
+    folder = tmp_path / "somebodys"
+    (folder / "ddp-trainer-1").mkdir(parents=True)
+    (folder / "ddp-trainer-1" / "spec.json").write_text('{"openapi": "3.0"}')
+    done = command("report", folder)
+    assert done.returncode == 2
+    assert "holds no results.json" in done.stderr
+    assert "the same `toolkit compare`" not in done.stderr
+    assert [path.name for path in folder.iterdir()] == ["ddp-trainer-1"]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,6 @@ from toolkit.comparing.report.remake import remake
 from toolkit.comparing.run import schedule, starting
 from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.options import CompareOptions
-from toolkit.comparing.run.rebuilding import restore
 from toolkit.comparing.run.schedule import compare
 from toolkit.errors import UsageError
 from toolkit.launching import forking, launch, preparing
@@ -303,8 +302,6 @@ def test_a_gap_that_the_control_has_from_itself_is_no_fault_and_that_is_said(wor
     (world.output / "results.json").unlink()
     assert world.compare("single", "ddp", "fsdp", runs=drifts) == 0
     assert world.results()["runs"][1]["judged_steps"] == 2
-    (world.output / "results.json").unlink()
-    restore(world.output, console=Console(file=io.StringIO()))
     assert [row["judged_steps"] for row in world.results()["runs"]] == [None, 2, 2]
     assert len(world.order()) == started
 
@@ -878,7 +875,16 @@ def test_final_weights_that_are_damaged_give_a_row_its_reason(world):
     assert all(fsdp["gates"].values())
 
 
-@pytest.mark.parametrize("content", [None, b'{"schema": 1, "ru', b"\xff\xfe"])
+LOST = {
+    "missing": None,
+    "cut off": b'{"schema": 1, "ru',
+    "no text": b"\xff\xfe\x00garbage",
+    "nested": b"[" * 100_000,
+    "another shape": b'{"schema": 1, "control": null, "environment": {}, "runs": [{}]}',
+}
+
+
+@pytest.mark.parametrize("content", LOST.values(), ids=LOST)
 def test_a_comparison_whose_results_are_lost_goes_on(world, content):
     world.compare("single", "ddp")
     file = world.output / "results.json"
@@ -896,6 +902,10 @@ def test_a_comparison_whose_results_are_lost_goes_on(world, content):
     assert kept.exists() == (content is not None)
     if content is not None:
         assert kept.read_bytes() == content
+        file.write_bytes(b"a second damage")
+        assert world.compare("single", "ddp") == 0
+        assert kept.read_bytes() == content
+        assert file.with_name("results.json.damaged-2").read_bytes() == b"a second damage"
 
 
 def test_results_of_a_newer_toolkit_are_refused_and_not_made_again(world):

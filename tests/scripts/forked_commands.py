@@ -17,7 +17,6 @@ IMPORTED = (
     "toolkit.comparing.report.diff.files",
     "toolkit.comparing.report.picture",
     "toolkit.comparing.report.remake",
-    "toolkit.comparing.run.rebuilding",
     "toolkit.comparing.run.schedule",
 )
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict
 
+from toolkit.errors import UsageError
 from toolkit.records.fields import (
     NO_PRICE,
     Difference,
@@ -17,10 +19,11 @@ from toolkit.records.fields import (
     Size,
     StepSeconds,
 )
-from toolkit.records.json_files import read_as
+from toolkit.records.json_files import LostError, read_as
 from toolkit.records.record import Attestation, Environment
 
 RESULTS_FILE: Final = "results.json"
+SPEC_FILE: Final = "spec.json"
 
 Status = Literal["ok", "failed", "oom", "timeout", "refused", "skipped"]
 
@@ -386,4 +389,21 @@ class Results(TypedDict):
 
 def read_results(folder: Path) -> Results:
     """Read the results in `folder`; errors are those of `read_as`."""
-    return read_as(folder / RESULTS_FILE, Results)
+    try:
+        return read_as(folder / RESULTS_FILE, Results)
+    except LostError as error:
+        if not has_runs(folder):
+            raise
+        raise LostError(
+            f"{error} The records of its runs are there: the same `toolkit compare` with --output "
+            f"{folder} makes it again from them, and trains nothing twice."
+        ) from None
+
+
+def has_runs(folder: Path) -> bool:
+    """Whether a folder holds a start of a run, with settings that can be read."""
+    for file in folder.glob(f"*/{SPEC_FILE}"):
+        with contextlib.suppress(UsageError):
+            read_as(file, Spec)
+            return True
+    return False

@@ -14,7 +14,7 @@ from toolkit.comparing.report.write import REPORT_FILE, print_report, render_mar
 from toolkit.errors import UsageError
 from toolkit.files import write_text
 from toolkit.records.record import RECORD_FILE
-from toolkit.records.results import RESULTS_FILE, Results, read_results
+from toolkit.records.results import RESULTS_FILE, SPEC_FILE, Results, has_runs, read_results
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,8 +75,8 @@ def comparison_in(folder: Path) -> Results:
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder. Name the folder of a comparison.")
-    if not (folder / RESULTS_FILE).is_file():
-        is_run = (folder / RECORD_FILE).is_file() or (folder / "spec.json").is_file()
+    if not (folder / RESULTS_FILE).is_file() and not has_runs(folder):
+        is_run = (folder / RECORD_FILE).is_file() or (folder / SPEC_FILE).is_file()
         raise UsageError(
             f"{folder} is one run of a comparison. Name the folder above it."
             if is_run

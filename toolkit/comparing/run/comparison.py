@@ -67,9 +67,6 @@ class Comparison:
     rounding: Rounding | None = None
     """Known once the control was trained once more, which is rarely needed."""
 
-    unknown: dict[str, str] = field(default_factory=dict[str, str])
-    """Fields that could not be restored when the results were lost, with the reasons."""
-
     def check_configs(self) -> None:
         """Raise UsageError for a setting that a run's config file would refuse, before any run."""
         nvme = self.options.nvme_path
@@ -255,7 +252,7 @@ class Comparison:
             fixed=fixed_by(self.options) | self._facts(),
             noise=noise,
             dollars_per_hour=self.options.dollars_per_hour,
-            not_measured=self.unknown | ({} if why_not is None else {"noise": why_not}),
+            not_measured={} if why_not is None else {"noise": why_not},
         )
 
     def _facts(self) -> dict[str, Any]:

@@ -24,9 +24,8 @@ from toolkit.launching.folder_lock import LOCK_FILE, can_be_marked
 from toolkit.launching.outcome import Outcome
 from toolkit.records.json_files import LostError, read_as
 from toolkit.records.record import RECORD_FILE, Record, read_record
-from toolkit.records.results import RESULTS_FILE, Spec, Status, read_results
+from toolkit.records.results import RESULTS_FILE, SPEC_FILE, Results, Spec, Status, has_runs
 
-SPEC_FILE: Final = "spec.json"
 COMMAND_FILE: Final = "command.txt"
 
 
@@ -152,7 +151,7 @@ def check_output(folder: Path, runs: Iterable[Run], *, rehearsal: bool) -> None:
         raise UsageError(
             f"{short_path(folder)} exists and is not a comparison. Choose another --output."
         )
-    why_lost(folder)
+    why_lost(folder)  # raises for results of a newer toolkit
     for run in runs:
         wanted = run.spec(rehearsal=rehearsal)
         for attempt in attempts(folder, run.name):
@@ -171,18 +170,16 @@ def run_names(folder: Path) -> list[str]:
 
 
 def why_lost(folder: Path) -> str | None:
-    """Return why the results must be rebuilt from the runs; None where they are complete.
+    """Return why the results must be made again from the runs; None where they are complete.
 
     Raises:
-        UsageError: there are no runs to rebuild them from; or the results may not be read, or a
+        UsageError: there are no runs to make them from; or the results may not be read, or a
             newer toolkit wrote them.
     """
     try:
-        read_results(folder)
+        read_as(folder / RESULTS_FILE, Results)
     except LostError as error:
-        if not any(
-            spec_at(start) for name in run_names(folder) for start in attempts(folder, name)
-        ):
+        if not has_runs(folder):
             raise
         return str(error)
     return None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.comparing.run.comparison import Comparison
-from toolkit.comparing.run.folders import COMMAND_FILE, SPEC_FILE, FailedStart, Finished
+from toolkit.comparing.run.folders import COMMAND_FILE, FailedStart, Finished
 from toolkit.comparing.run.plan import Run
 from toolkit.comparing.run.progress import ProgressLines
 from toolkit.configs import ConfigOptions
@@ -23,7 +23,7 @@ from toolkit.launching.launch import launch_command, run, shown_command
 from toolkit.launching.outcome import WARM_PROCESS_ENDED, Outcome
 from toolkit.records.json_files import write_json
 from toolkit.records.record import read_record
-from toolkit.records.results import Status
+from toolkit.records.results import SPEC_FILE, Status
 
 
 def start_run(
