@@ -286,8 +286,8 @@ def of_strategy(family: str, folder: str, strategy: Strategy) -> str:
     share = _loss_of_rows(accelerator, model, batches, items) / RANKS
     torch.distributed.all_reduce(share)
     gradients = {
-        n: float((backend.whole_gradient(p) - whole[n]).norm() / max(whole[n].norm(), 1e-6 * norm))
-        for n, p in backend.whole_parameters()
+        n: float((backend.full_gradient(p) - whole[n]).norm() / max(whole[n].norm(), 1e-6 * norm))
+        for n, p in backend.full_parameters()
     }
     gathered = clipping.gathered(backend, scale=1.0)
     clipped = float(accelerator.clip_grad_norm_(model.parameters(), LIMIT))

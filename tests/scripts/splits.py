@@ -56,7 +56,7 @@ def train(case, folder, strategy, ranks):
                 if accelerator.sync_gradients:
                     kept["gradients"].append(
                         {
-                            name: backend.whole_gradient(parameter).clone()
+                            name: backend.full_gradient(parameter).clone()
                             for name, parameter in model.named_parameters()
                         }
                     )
@@ -70,7 +70,7 @@ def train(case, folder, strategy, ranks):
                 optimizer.zero_grad()
         kept["losses"].append(share)
     kept["weights"] = {
-        name: backend.whole_weight(parameter).detach().clone()
+        name: backend.full_weight(parameter).detach().clone()
         for name, parameter in model.named_parameters()
     }
     kept["parts"] = {
@@ -85,9 +85,9 @@ def train(case, folder, strategy, ranks):
     kept["reader"] = reader
     kept["replicas"] = backend.replicas()
     for name, parameter in model.named_parameters():
-        backend.put_weight(parameter, kept["weights"][name] + 1)
+        backend.set_full_weight(parameter, kept["weights"][name] + 1)
     kept["put"] = {
-        name: backend.whole_weight(parameter).detach().clone()
+        name: backend.full_weight(parameter).detach().clone()
         for name, parameter in model.named_parameters()
     }
     return kept

@@ -28,7 +28,7 @@ def write_own(draft: Path, prepared: Prepared) -> None:
         "scheduler": prepared.scheduler.state_dict(),
         "learning_rates": [float(group["lr"]) for group in prepared.optimizer.param_groups],
         "scaler": None if scaler is None else scaler.state_dict(),
-        "swapped": backend.left_out(),
+        "swapped": backend.extra_state(),
     }
     torch.save(states, draft / f"rank-{accelerator.process_index}.pt")
 
@@ -38,7 +38,7 @@ def read_states(folder: Path, prepared: Prepared, *, step: int) -> None:
     backend = backend_of(prepared.model)
     backend.read(folder, prepared, step=step)
     states = _read_own(folder, prepared.accelerator)
-    backend.restore_left_out(states["swapped"])
+    backend.load_extra_state(states["swapped"])
     prepared.scheduler.load_state_dict(states["scheduler"])
     for group, rate in zip(prepared.optimizer.param_groups, states["learning_rates"], strict=True):
         group["lr"] = rate

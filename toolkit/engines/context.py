@@ -25,7 +25,7 @@ _MESH = "_ranks_that_share_rows"
 """Attribute of a prepared model."""
 
 
-def is_asked(accelerator: Any) -> bool:
+def is_requested(accelerator: Any) -> bool:
     return getattr(accelerator.parallelism_config, "cp_size", 1) > 1
 
 
@@ -37,13 +37,13 @@ def is_split(model: Any) -> bool:
 class Context(FSDP2):
     """A model of FSDP2 whose keys and values go around a ring."""
 
-    splits_rows = True
+    sequence_parallel = True
     # Accelerate's hook asks for a causal mask in every forward, which a last token alone reads as
     # that of the first (accelerate 1.15, `_attach_context_parallel_hooks`).
     caches_in_generation = False
 
-    def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
-        return super().engaged(accelerator) | {"model_split_by": f"context {self._size}"}
+    def actual_settings(self, accelerator: Accelerator) -> dict[str, Any]:
+        return super().actual_settings(accelerator) | {"model_split_by": f"context {self._size}"}
 
     @property
     def _mesh(self) -> Any:
@@ -53,7 +53,7 @@ class Context(FSDP2):
     def _size(self) -> int:
         return int(self._mesh.size())
 
-    def sharing_groups(self) -> tuple[str, ...]:
+    def model_parallel_groups(self) -> tuple[str, ...]:
         return (str(self._mesh.get_group().group_name),)
 
     def data_parallel_size(self) -> int:
@@ -63,11 +63,11 @@ class Context(FSDP2):
         return world_rank() // self._size
 
     def backward(self, accelerator: Accelerator, loss: torch.Tensor, *, micro_batches: int) -> None:
-        # FSDP2 averages over all ranks, and those of a group have a piece of the loss each.
+        # FSDP2 averages over all ranks, and those of a group have a shard of the loss each.
         super().backward(accelerator, loss * self._size, micro_batches=micro_batches)
 
     @contextmanager
-    def piece(self, accelerator: Accelerator, batch: Batch) -> Iterator[Batch]:
+    def shard_batch(self, accelerator: Accelerator, batch: Batch) -> Iterator[Batch]:
         # Cut in place, and never put together again.
         rows = {n: t.clone() for n, t in rows_to_split(batch, 2 * self._size).items()}
         buffers = list(rows.values())

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
-from toolkit.engines.base import Backend, Traits
+from toolkit.engines.base import Backend, BackendSpec
 from toolkit.engines.masters import masters_of
 from toolkit.engines.optimizers import optimizer_of
 from toolkit.engines.prepared import Prepared, amp_precision, split_by, world_size
@@ -21,9 +21,9 @@ from toolkit.engines.tensors import is_spread, state_tensors
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-SINGLE: Final = Traits(distributed_type="NO", wrapper="none", reduces="nothing")
+SINGLE: Final = BackendSpec(distributed_type="NO", wrapper="none", reduces="nothing")
 
-TRAITS: Final = Traits(
+SPEC: Final = BackendSpec(
     distributed_type="MULTI_GPU", wrapper="DistributedDataParallel", reduces="weights' dtype"
 )
 
@@ -34,13 +34,13 @@ OPTIMIZER: Final = "optimizer.pt"
 class Replicated(Backend):
     """A model in DDP's wrapper, or in none.
 
-    DDP's buckets that are no views belong to C++, so `gradients_underway` cannot see them.
+    DDP's buckets that are no views belong to C++, so `unreduced_gradients` cannot see them.
     """
 
     def gathers_in_forward(self) -> bool:
         return False
 
-    def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
+    def actual_settings(self, accelerator: Accelerator) -> dict[str, Any]:
         # Tensor parallelism leaves DTensors in a model without a wrapper.
         meshes = [p.device_mesh.size() for p in self._model.parameters() if is_spread(p)]
         return {
@@ -95,13 +95,13 @@ class Replicated(Backend):
     def masters_held(self) -> Iterator[torch.Tensor]:
         yield from masters_of(self._model.parameters())
 
-    def whole_weight(self, parameter: Any) -> torch.Tensor:
+    def full_weight(self, parameter: Any) -> torch.Tensor:
         for master in masters_of([parameter]):
             return master
-        return super().whole_weight(parameter)
+        return super().full_weight(parameter)
 
     @torch.no_grad()
-    def put_weight(self, parameter: Any, numbers: torch.Tensor) -> None:
+    def set_full_weight(self, parameter: Any, numbers: torch.Tensor) -> None:
         for held in (parameter, *masters_of([parameter])):
             held.copy_(numbers)
 
@@ -110,7 +110,7 @@ class Replicated(Backend):
         return getattr(self._model, "require_backward_grad_sync", None)
 
     @contextmanager
-    def undisturbed(self) -> Iterator[None]:
+    def preserve_engine_state(self) -> Iterator[None]:
         # DDP (torch 2.13) leaves out its broadcast of buffers after a forward without gradients.
         syncs_buffers = getattr(self._model, "require_forward_param_sync", None)
         try:

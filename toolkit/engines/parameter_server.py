@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
-from toolkit.engines.base import Backend, Parameter, Traits, Within
+from toolkit.engines.base import Backend, BackendSpec, Parameter, Within
 from toolkit.engines.ddp import OPTIMIZER, Replicated
-from toolkit.engines.hooks import Undo, surround
+from toolkit.engines.hooks import Undo, wrap_method
 from toolkit.engines.optimizers import optimizer_of
 from toolkit.engines.prepared import Prepared, keep_mesh_from_accelerate, world_rank, world_size
 from toolkit.engines.tensors import named_parameters, storage_bytes
-from toolkit.records.fields import Serving
+from toolkit.records.fields import ServerExchange
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 SERVER: Final = 0
 
-TRAITS: Final = Traits(
+SPEC: Final = BackendSpec(
     distributed_type="MULTI_GPU",
     wrapper="none",
     reduces="weights' dtype",
@@ -49,12 +49,12 @@ def ask_for(model: Any) -> None:
     setattr(model, _ASKED, True)
 
 
-def is_asked(model: Any) -> bool:
+def is_requested(model: Any) -> bool:
     """Whether `prepare` is to train a model with a parameter server."""
     return hasattr(model, _ASKED)
 
 
-def is_served(model: Any) -> bool:
+def has_server(model: Any) -> bool:
     """Whether a model has been prepared for a parameter server."""
     return hasattr(model, _EXCHANGE)
 
@@ -109,9 +109,9 @@ class Exchange:
         """Where gradients arrive, one for each worker: all of them push at the same time."""
 
     @property
-    def serving(self) -> Serving:
+    def facts(self) -> ServerExchange:
         """What the server has to receive and to send for one worker, and where it receives it."""
-        return Serving(
+        return ServerExchange(
             rank=SERVER,
             workers=len(self._workers),
             pushed_bytes=sum(parameter.nbytes for _, parameter in self._trained),
@@ -180,7 +180,7 @@ def _together(calls: list[dist.P2POp]) -> None:
         work.wait()
 
 
-class Served(Replicated):
+class ParameterServer(Replicated):
     """A model whose optimizer steps on the server alone; every rank has the weights whole."""
 
     one_rank_steps = True
@@ -189,21 +189,21 @@ class Served(Replicated):
         super().__init__(model)
         self._exchange: Exchange = getattr(model, _EXCHANGE)
 
-    def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
+    def actual_settings(self, accelerator: Accelerator) -> dict[str, Any]:
         steps: list[Any] = [None] * world_size()
         dist.all_gather_object(steps, self._exchange.steps)
         servers = [rank for rank, does_step in enumerate(steps) if does_step]
-        return super().engaged(accelerator) | {"servers": servers}
+        return super().actual_settings(accelerator) | {"servers": servers}
 
     def reduce_dtype(self) -> torch.dtype | None:
         return Backend.reduce_dtype(self)
 
-    def serving(self) -> Serving:
-        return self._exchange.serving
+    def server_exchange(self) -> ServerExchange:
+        return self._exchange.facts
 
     # Gradients: after the push, the server has those that are stepped with
 
-    def gradients_underway(self) -> Iterator[torch.Tensor]:
+    def unreduced_gradients(self) -> Iterator[torch.Tensor]:
         yield from self._exchange.buffers
 
     def gradient_squares(self) -> Iterator[tuple[str, torch.Tensor | float, int]]:
@@ -216,7 +216,7 @@ class Served(Replicated):
             for name, share, row in super().gradient_rows():
                 yield name, share * world_size(), row
 
-    def whole_gradient(self, parameter: Parameter) -> torch.Tensor:
+    def full_gradient(self, parameter: Parameter) -> torch.Tensor:
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         of_server = gradient.detach().contiguous().clone()
         dist.broadcast(of_server, src=SERVER)
@@ -234,8 +234,8 @@ class Served(Replicated):
 
     def watch_passes(self, within: Within) -> Undo:
         undo = ExitStack()
-        undo.callback(surround(self._exchange, "push", lambda: within("backward")))
-        undo.callback(surround(self._exchange, "pull", lambda: within("step")))
+        undo.callback(wrap_method(self._exchange, "push", lambda: within("backward")))
+        undo.callback(wrap_method(self._exchange, "pull", lambda: within("step")))
         return undo.close
 
     # Checkpoints: rank 0 writes model and optimizer whole

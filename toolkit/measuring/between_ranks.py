@@ -28,9 +28,9 @@ LOOK_SECONDS: Final = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorReport:
-    """A trained parameter on one rank; other ranks may hold the same piece of it."""
+    """A trained parameter on one rank; other ranks may hold the same shard of it."""
 
-    piece: list[int]
+    shard: list[int]
     after: int | None
     """A sum over its bits after the last step."""
 
@@ -198,12 +198,12 @@ def _parted(reports: Sequence[Report]) -> Iterator[str]:
 
 
 def _parted_in(name: str, models: list[ModelReport], reports: Sequence[Report]) -> str:
-    """Name the ranks whose piece of a parameter differs from most ranks with the same piece."""
-    by_piece: dict[tuple[int, ...], dict[int, TensorReport]] = defaultdict(dict)
+    """Name the ranks whose shard of a parameter differs from most ranks with the same shard."""
+    by_shard: dict[tuple[int, ...], dict[int, TensorReport]] = defaultdict(dict)
     for rank, model in enumerate(models):
         if name in model.tensors:
-            by_piece[tuple(model.tensors[name].piece)][rank] = model.tensors[name]
-    for latest in by_piece.values():
+            by_shard[tuple(model.tensors[name].shard)][rank] = model.tensors[name]
+    for latest in by_shard.values():
         held = latest
         if len({tensor.is_prepared for tensor in latest.values()}) > 1:
             # One rank trained on alone, with an optimizer of its own.

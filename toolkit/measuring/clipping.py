@@ -58,9 +58,9 @@ def gathered(backend: Backend, *, scale: float) -> WholeGradients:
     """
     norms: dict[str, float] = {}
     gap, rounded = 0.0, 0.0
-    for name, parameter in backend.whole_parameters():
+    for name, parameter in backend.full_parameters():
         if parameter.requires_grad:
-            gradient = backend.whole_gradient(parameter)
+            gradient = backend.full_gradient(parameter)
             norms[name] = math.sqrt(float(sum_of_squares(gradient))) / scale
             # fp32 loses digits in a long sum on a CPU: 4e-4 over 10 million elements (torch 2.13).
             rounded = math.hypot(rounded, float(torch.linalg.vector_norm(gradient)) / scale)

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from toolkit.engines.backend import backend_of
-from toolkit.engines.base import Traits
+from toolkit.engines.base import BackendSpec
 from toolkit.launching.processes import age_seconds
 from toolkit.measuring.compilation import Compilation
 
@@ -65,7 +65,7 @@ class Clock:
 
         Not for compiled models: torch.compile hides their forward from hooks.
         """
-        for unit in backend_of(model).waiting_units():
+        for unit in backend_of(model).fsdp_units():
             # After FSDP's own hook that waits, and before its hook that frees.
             hook = unit.register_forward_pre_hook(lambda *_: self._within_forward(alone=True))
             self._hooks.callback(hook.remove)
@@ -130,9 +130,9 @@ class Clock:
         self._hooks.close()
         self._moments = []
 
-    def watch_builds(self, traits: Traits) -> None:
+    def watch_builds(self, spec: BackendSpec) -> None:
         """Time the builds of a backend's C++ parts, where it has some."""
-        watch = traits.watch_builds
+        watch = spec.watch_builds
         if watch is not None:
             self._hooks.callback(watch(self._builds.append))
 

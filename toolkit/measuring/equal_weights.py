@@ -47,7 +47,7 @@ ROUNDING: Final = 0.01
 """Largest difference between copies in a tensor group on GPUs, relative to the norm: rounding in
 bf16 is 0.4% of an element, and no step of a schedule moves a weight by 1%."""
 
-Piece = tuple[int | str, ...]
+Shard = tuple[int | str, ...]
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
@@ -81,20 +81,20 @@ def check_loaded(guards: Guards, model: Any) -> None:
 def check_replicas(guards: Guards, model: Any, *, step: int) -> None:
     """Report ranks whose weights differ from their replicas'; a collective.
 
-    Each piece of a parameter is compared over the ranks that hold it, whatever else they hold. To
+    Each shard of a parameter is compared over the ranks that hold it, whatever else they hold. To
     be called after `step`, and before the next one.
 
     Raises:
         GuardError: on every rank, unless the guards only warn.
     """
     sums = dict(_sums(backend_of(model)))
-    by_piece: dict[Piece, list[Any]] = defaultdict(list)
-    for (name, piece), of_one in sums.items():
-        by_piece[piece].append((name, of_one))
-    if not _unequal(gather_objects({piece: _digest(held) for piece, held in by_piece.items()})):
+    by_shard: dict[Shard, list[Any]] = defaultdict(list)
+    for (name, shard), of_one in sums.items():
+        by_shard[shard].append((name, of_one))
+    if not _unequal(gather_objects({shard: _digest(held) for shard, held in by_shard.items()})):
         return
-    # Ranks of a pipeline also hold the same pieces of other layers, and sketches are never equal.
-    of_ranks: list[dict[tuple[str, Piece], int | Sketch]] = gather_objects(sums)
+    # Ranks of a pipeline also hold the same shards of other layers, and sketches are never equal.
+    of_ranks: list[dict[tuple[str, Shard], int | Sketch]] = gather_objects(sums)
     unequal = _unequal(of_ranks)
     if not unequal:
         return
@@ -121,20 +121,20 @@ class Sketch(NamedTuple):
         return gap <= ROUNDING * max(self.norm, other.norm)
 
 
-def _sums(backend: Backend) -> Iterator[tuple[tuple[str, Piece], int | Sketch]]:
-    """Yield a sum of each tensor that other ranks may hold, by its name and piece.
+def _sums(backend: Backend) -> Iterator[tuple[tuple[str, Shard], int | Sketch]]:
+    """Yield a sum of each tensor that other ranks may hold, by its name and shard.
 
     Ranks of a tensor group compute the update of a copy each by itself. On a CPU all of them get
     the same bits; a GPU's sums may come in any order. There, copies have the same bits across the
     groups, whose gradients were added up, and about the same numbers within one.
     """
-    place = backend.place_in_tensor_group()
-    for name, tensor, piece in backend.pieces():
+    place = backend.tensor_parallel_rank()
+    for name, tensor, shard in backend.parameter_shards():
         if place is None or adds_up_in_order(tensor.device):
-            yield (name, piece), checksum(tensor)
+            yield (name, shard), checksum(tensor)
         else:
-            yield (name, (*piece, f"place {place}")), checksum(tensor)
-            yield (name, piece), sketch(tensor)
+            yield (name, (*shard, f"place {place}")), checksum(tensor)
+            yield (name, shard), sketch(tensor)
 
 
 def adds_up_in_order(device: torch.device) -> bool:

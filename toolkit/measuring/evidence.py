@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 
 from toolkit.engines.backend import backend_of
-from toolkit.engines.hooks import stand_in
+from toolkit.engines.hooks import replace_method
 from toolkit.engines.optimizers import optimizer_of, pending_scale
 from toolkit.engines.tensors import (
     elements_of,
@@ -97,7 +97,7 @@ class EvidenceKeeper:
         self._main = accelerator.is_main_process
         module = accelerator.unwrap_model(model)
         # Of a pipeline, only the ranks of the last stage see a loss.
-        self._in_stages = any(p.is_meta for _, p in self._backend.whole_parameters())
+        self._in_stages = any(p.is_meta for _, p in self._backend.full_parameters())
         self._sharded = sharded_fraction(model) < 1.0 or self._in_stages
         if self._main:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ class EvidenceKeeper:
         self._hooks.callback(hook.remove)
         before, after = self._step_begins, self._step_ended
         self._hooks.callback(self._backend.watch_step(optimizer, before=before, after=after))
-        # After the hooks of `watch_step`; with ZeRO, inside the step that they surround.
+        # After the hooks of `watch_step`; with ZeRO, inside the step that they wrap.
         hook = optimizer_of(optimizer).register_step_pre_hook(lambda *_: self._optimizer_steps())
         self._hooks.callback(hook.remove)
         if not self._backend.steps_in_backward:  # else the engine clips by itself
@@ -159,7 +159,7 @@ class EvidenceKeeper:
         # Frozen weights have no gradients, and 4-bit packed weights no numbers to compare.
         self._parameters = {
             name: parameter
-            for name, parameter in self._backend.whole_parameters()
+            for name, parameter in self._backend.full_parameters()
             if parameter.requires_grad
         }
 
@@ -180,8 +180,8 @@ class EvidenceKeeper:
                 wanted = given.get_tensor(name)
                 if tuple(wanted.shape) != shape_of(parameter):
                     continue
-                self._backend.put_weight(parameter, wanted)
-                taken = self._backend.whole_weight(parameter).to("cpu", torch.float32)
+                self._backend.set_full_weight(parameter, wanted)
+                taken = self._backend.full_weight(parameter).to("cpu", torch.float32)
                 if not torch.equal(taken, wanted):
                     raise RuntimeError(
                         f"{name} did not take the weights that {file} holds before the step: "
@@ -206,7 +206,7 @@ class EvidenceKeeper:
             self._without_loss = None
             original(loss, *args, **kwargs)
 
-        self._hooks.callback(stand_in(self._accelerator, "backward", backward))
+        self._hooks.callback(replace_method(self._accelerator, "backward", backward))
 
     def _watch_clipping(self) -> None:
         original = self._accelerator.clip_grad_norm_
@@ -220,7 +220,7 @@ class EvidenceKeeper:
             self._step.limit = 0.0 if math.isinf(max_norm) else float(max_norm)
             return self._step.clip_norm
 
-        self._hooks.callback(stand_in(self._accelerator, "clip_grad_norm_", clip_grad_norm_))
+        self._hooks.callback(replace_method(self._accelerator, "clip_grad_norm_", clip_grad_norm_))
 
     def _step_begins(self) -> None:
         if not self.is_open:
@@ -258,7 +258,7 @@ class EvidenceKeeper:
     # Kept tensors
 
     def _keep_weights(self, name: str) -> None:
-        self._write_whole(name, self._backend.whole_weight)
+        self._write_whole(name, self._backend.full_weight)
 
     def _write_whole(self, name: str, gather: Callable[[Any], torch.Tensor]) -> float:
         """Write a whole tensor of each parameter on rank 0, as fp32 safetensors; a collective.
@@ -291,7 +291,7 @@ class EvidenceKeeper:
             gradients = (p.grad for p in self._parameters.values() if p.grad is not None)
             step.gradients_digest = _digest(map(local, gradients))
         step.gradient_norm = self._write_whole(
-            GRADIENTS_FILE, lambda parameter: self._backend.whole_gradient(parameter) / held_scale
+            GRADIENTS_FILE, lambda parameter: self._backend.full_gradient(parameter) / held_scale
         )
         step.scale = loss_scale
         step.groups = self._described_groups()

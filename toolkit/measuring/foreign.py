@@ -29,7 +29,7 @@ from toolkit.configs.requested import (
     shown,
 )
 from toolkit.engines.backend import backend_of, strategy_of_plugins
-from toolkit.engines.hooks import Undo, nothing, stand_in
+from toolkit.engines.hooks import Undo, nothing, replace_method
 from toolkit.engines.optimizers import steps_with
 from toolkit.engines.tensors import is_spread
 from toolkit.errors import UsageError
@@ -51,7 +51,7 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
     """Attest the first model that is prepared for training, and report it even if the script fails.
 
     Raises:
-        Refused: the engaged settings differ from the requested ones.
+        Refused: the actual settings differ from the requested ones.
         UsageError: the config asks for a backend that the toolkit doesn't run, or the script asks
             for another backend than the config.
     """
@@ -132,7 +132,7 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
             ("prepare_model", prepare_model),
             ("__init__", init),
         ):
-            hooks.callback(stand_in(Accelerator, name, replacement))
+            hooks.callback(replace_method(Accelerator, name, replacement))
         if script.observed is not None:
             script.observed.start()
             hooks.callback(script.observed.close)
@@ -170,7 +170,7 @@ def _watch_own_loss(script: _Script) -> Undo:
             script.of_loss += filter(None, [problem(loss)])
         return loss
 
-    return stand_in(Trainer, "training_step", training_step)
+    return replace_method(Trainer, "training_step", training_step)
 
 
 class _Script:
@@ -245,7 +245,7 @@ class _Script:
             say(note)
 
     def _attested(self) -> Iterator[str]:
-        name, facts = shown(self.recorder.requested.strategy), self.recorder.engaged
+        name, facts = shown(self.recorder.requested.strategy), self.recorder.actual
         others = "" if self.observed is None else _steps_of(self.observed.unprepared())
         if self._accelerator is None:
             beginning = f"{name} was asked, and " if self._is_launched else ""
@@ -276,14 +276,14 @@ class _Script:
         yield from self._precision(facts["precision"])
         yield from self._clipping_and_accumulation()
 
-    def _precision(self, engaged: str) -> Iterator[str]:
+    def _precision(self, actual: str) -> Iterator[str]:
         """Say if products are computed in another dtype than the launcher asks for."""
         exported = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         shares = self.products.shares()
         if exported not in COMPUTE_DTYPES or exported == "no":
             return
-        if not shares and exported != engaged:
-            yield f"the launcher asks for {exported}, the script computes in {engaged}"
+        if not shares and exported != actual:
+            yield f"the launcher asks for {exported}, the script computes in {actual}"
         elif shares and COMPUTE_DTYPES[exported] not in shares:
             yield f"the launcher asks for {exported}, the script computes in {self.products}"
 

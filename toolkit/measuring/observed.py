@@ -70,8 +70,8 @@ class Place(NamedTuple):
 
     model: ObservedModel
     name: str
-    piece: tuple[int, ...] | None
-    """As `Backend.pieces` says; None where no other rank has the same piece."""
+    shard: tuple[int, ...] | None
+    """As `Backend.parameter_shards` says; None where no other rank has the same shard."""
 
 
 class Observed:
@@ -191,10 +191,10 @@ class Observed:
     def _placed(self, observed: ObservedModel) -> Iterator[tuple[Place, Any]]:
         """Yield the present parameters of a model, each with its place."""
         alone = left_out_of_reduction(observed.model)
-        pieces = {name: piece for name, _, piece in backend_of(observed.model).pieces()}
+        shards = {name: shard for name, _, shard in backend_of(observed.model).parameter_shards()}
         for name, parameter in named_parameters(observed.model):
-            piece = None if name in alone else pieces.get(name)
-            yield Place(observed, name, piece), parameter
+            shard = None if name in alone else shards.get(name)
+            yield Place(observed, name, shard), parameter
 
     # At the end
 
@@ -254,11 +254,11 @@ class Observed:
                     latest[place.name] = held, index
         for name, (held, index) in latest.items():
             place = self._places[id(held.tensor)]
-            if place is not None and place.piece is not None:
+            if place is not None and place.shard is not None:
                 yield (
                     name,
                     TensorReport(
-                        piece=[*place.piece],
+                        shard=[*place.shard],
                         after=held.after,
                         now=held.now(),
                         steps=held.steps,
@@ -277,12 +277,12 @@ class Observed:
     def _others(self, observed: ObservedModel) -> Iterator[tuple[str, TensorReport]]:
         """Yield the trained parameters as they are now, for ranks that have not stepped them."""
         for place, parameter in self._placed(observed):
-            if parameter.requires_grad and place.piece is not None:
+            if parameter.requires_grad and place.shard is not None:
                 now = SteppedTensor(parameter, before=None).now()
                 yield (
                     place.name,
                     TensorReport(
-                        piece=[*place.piece],
+                        shard=[*place.shard],
                         after=None,
                         now=now,
                         steps=0,

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
-from toolkit.engines.hooks import Undo, nothing, stand_in
+from toolkit.engines.hooks import Undo, nothing, replace_method
 from toolkit.engines.prepared import world_size
 from toolkit.measuring.attestation import gather_objects
 from toolkit.measuring.guards import Guards
@@ -30,16 +30,16 @@ class OrderWatch:
 
         self._rows, self._bits = 0, 0
 
-    def watch(self, loader: Any, guards: Guards, *, reads_as: int) -> Undo:
+    def watch(self, loader: Any, guards: Guards, *, data_parallel_rank: int) -> Undo:
         """Follow a loader that `Accelerator.prepare` returned; every rank calls it.
 
-        Ranks with the same `reads_as` share layers, and have to train the same rows.
+        Ranks with the same `data_parallel_rank` share layers, and have to train the same rows.
 
         Raises:
             GuardError: on every rank when ranks would train other rows than they should, unless
                 guards only warn.
         """
-        if wrong := wrong_parts(loader, reads_as):
+        if wrong := wrong_parts(loader, data_parallel_rank):
             guards.report("data order", wrong, SAME_ADVICE, step=0)
         shard = getattr(loader, "batch_sampler", None)
         inner = getattr(shard, "batch_sampler", None)
@@ -52,7 +52,7 @@ class OrderWatch:
             return nothing
         has_ids = "sample_id" in (getattr(loader.dataset, "column_names", None) or ())
         sample_ids = loader.dataset["sample_id"][:] if has_ids else None
-        return stand_in(shard, "batch_sampler", _WatchedSampler(inner, self, sample_ids))
+        return replace_method(shard, "batch_sampler", _WatchedSampler(inner, self, sample_ids))
 
     def drawn(self, rows: Sequence[int]) -> None:
         """Add the rows of a batch to the hash."""
@@ -85,14 +85,14 @@ class _WatchedSampler(BatchSampler):
         return getattr(self._inner, name)
 
 
-def wrong_parts(loader: Any, reads_as: int) -> str | None:
+def wrong_parts(loader: Any, data_parallel_rank: int) -> str | None:
     """Return a sentence on ranks that would train other rows than they should, or None.
 
     A collective.
     """
     shard = getattr(loader, "batch_sampler", None)
     part = (getattr(shard, "process_index", None), getattr(shard, "num_processes", None))
-    parts, readers = zip(*gather_objects((part, reads_as)), strict=True)
+    parts, readers = zip(*gather_objects((part, data_parallel_rank)), strict=True)
     if any(at is None for at, _ in parts):
         return None
     for rank, (part, reader) in enumerate(zip(parts, readers, strict=True)):

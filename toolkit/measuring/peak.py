@@ -34,7 +34,7 @@ import torch
 
 from toolkit.engines.backend import backend_of
 from toolkit.engines.base import Backend
-from toolkit.engines.hooks import Undo, nothing, stand_in
+from toolkit.engines.hooks import Undo, nothing, replace_method
 from toolkit.engines.optimizers import states_held, watch_optimizer
 from toolkit.engines.tensors import tensors_in
 from toolkit.measuring.storages import CATEGORIES, UNDECIDED, Fullest, Storages
@@ -77,10 +77,10 @@ class PeakLedger(CountingMode):
         self._micro_batches = []
         self._phase = None
         backend = backend_of(model)
-        self._sharing = backend.sharing_groups()
+        self._sharing = backend.model_parallel_groups()
         self._look_at_states = lambda: self._learn_states(backend, optimizer)
         self._storages.meet(backend.parameters_held(), "parameters")
-        self._storages.meet(backend.parameters_gathered(), "parameters")
+        self._storages.meet(backend.gathered_buffers(), "parameters")
         self._look_at_states()
         self._storages.meet(model.buffers(), "other")
         self.begin_counting(
@@ -158,7 +158,7 @@ class PeakLedger(CountingMode):
         self._learn(list(backend.masters_held()), "master")
         self._learn(list(states_held(optimizer)), "optimizer")
         self._learn(list(backend.gradients_held()), "gradients")
-        self._learn(list(backend.gradients_underway()), "gradients")
+        self._learn(list(backend.unreduced_gradients()), "gradients")
 
     def _learn_from_collective(
         self, name: str, group: str | None, tensors: list[torch.Tensor]
@@ -243,4 +243,4 @@ def _follow_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Undo:
         resized(storage)
         return returned
 
-    return stand_in(torch.UntypedStorage, "resize_", resize_)
+    return replace_method(torch.UntypedStorage, "resize_", resize_)

@@ -11,8 +11,8 @@ from typing import Any, Final
 import torch
 
 from toolkit.engines.backend import backend_of
-from toolkit.engines.between_steps import between_steps
 from toolkit.engines.prepared import Prepared
+from toolkit.engines.side_effect_free import side_effect_free
 from toolkit.files import write_text
 from toolkit.launching.progress import progressed
 from toolkit.launching.ranks import rank, say
@@ -193,7 +193,7 @@ def continuations(
     positions = getattr(unwrapped.config, "max_position_embeddings", None)
     longest = None if positions is None else max(1, positions - NEW_TOKENS)
     texts: list[str] = []
-    with between_steps(accelerator, model), torch.compiler.set_stance("force_eager"):
+    with side_effect_free(accelerator, model), torch.compiler.set_stance("force_eager"):
         for prompt in prompts:
             prompt = prompt if longest is None else prompt[-longest:]
             ids = torch.tensor([prompt], device=accelerator.device)

@@ -12,7 +12,7 @@ from transformers.trainer_utils import IntervalStrategy
 from toolkit.checkpoints.resuming import Resumed, differences, find_checkpoint
 from toolkit.data.order import count_steps, training_rows
 from toolkit.data.tokenizer import load_tokenizer
-from toolkit.engines.backend import traits_of
+from toolkit.engines.backend import spec_of
 from toolkit.engines.deepspeed_config import checked_deepspeed_config, use_deepspeed_config
 from toolkit.errors import UsageError
 from toolkit.launching.ranks import rank, say
@@ -248,7 +248,7 @@ def _resumed(job: Job) -> Job:
     resumed = find_checkpoint(
         job.request.resume,
         facts_of_job(job),
-        any_ranks=traits_of(job.strategy, ranks).reads_from_any_ranks,
+        any_ranks=spec_of(job.strategy, ranks).reads_from_any_ranks,
     )
     if rank() == 0:
         for damage in resumed.damaged:

@@ -209,8 +209,8 @@ def _optimizer_step(
     for at, batch in enumerate(window):
         with accelerator.accumulate(*deferred):
             if losses is None:
-                with backend.piece(accelerator, batch) as piece:
-                    loss = model(**piece, num_items_in_batch=items).loss
+                with backend.shard_batch(accelerator, batch) as shard:
+                    loss = model(**shard, num_items_in_batch=items).loss
                     # Gradients are averaged over the ranks, so the loss is multiplied by their
                     # number.
                     loss = loss * ranks

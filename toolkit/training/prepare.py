@@ -125,8 +125,8 @@ def _under(request: Request, strategy: Strategy, values: Mapping[str, Any]) -> d
     """Return the fields of a record's `training` that may differ between strategies."""
     switches = request.own.speed.under(strategy)
     # The real `TrainingArguments` would start a process group.
-    stand_in = SimpleNamespace(**dict.fromkeys(TRAINER_SWITCHES) | {**values})
-    args = cast("TrainingArguments", stand_in)
+    placeholder = SimpleNamespace(**dict.fromkeys(TRAINER_SWITCHES) | {**values})
+    args = cast("TrainingArguments", placeholder)
     speed = Speed(switches, args, strategy=strategy)
     # Switches are tried on the model's skeleton, to refuse here what a rank would refuse.
     on_model = (

@@ -62,7 +62,7 @@ def train(job: Job, status: StatusFile) -> None:
     """Load the model, train it, save it, and write the record; nothing of a finished run.
 
     Raises:
-        Refused: the engaged settings are not the requested ones.
+        Refused: the actual settings are not the requested ones.
     """
     gc.enable()
     own, output_dir = job.own, job.output_dir

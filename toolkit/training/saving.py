@@ -181,7 +181,7 @@ def whole_weights(
     on: DeepSpeed's fp32 masters, where its parameters are 16-bit copies.
     """
     main, backend = accelerator.is_main_process, backend_of(model)
-    for name, parameter in backend.whole_parameters():
+    for name, parameter in backend.full_parameters():
         if parameter.requires_grad or not trained_only:
             yield name, _on_cpu(backend, parameter, main)
     for name, buffer in () if trained_only else _saved_buffers(unwrapped):
@@ -249,7 +249,7 @@ def _merged(
 
 def _on_cpu(backend: Backend, parameter: Any, main: bool) -> torch.Tensor | None:
     """Gather a weight on every rank, and return it on the CPU of rank 0 alone."""
-    weight = backend.whole_weight(parameter)
+    weight = backend.full_weight(parameter)
     return weight.cpu() if main else None
 
 

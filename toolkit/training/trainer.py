@@ -33,10 +33,10 @@ from toolkit.configs.requested import (
 from toolkit.data.packing import keep_texts_apart
 from toolkit.data.tokens import IGNORED
 from toolkit.engines.backend import backend_of, strategy_of_plugins
-from toolkit.engines.between_steps import between_steps
 from toolkit.engines.fsdp2 import original_classes
 from toolkit.engines.masters import clip_in_fp32, moments_of, stepping_on_masters
 from toolkit.engines.prepared import Prepared
+from toolkit.engines.side_effect_free import side_effect_free
 from toolkit.errors import UsageError
 from toolkit.launching.progress import progressed
 from toolkit.launching.ranks import say
@@ -372,7 +372,7 @@ class ToolkitTrainer(Trainer):
         try:
             with self.recorder.aside(), ExitStack() as stack:
                 if self.is_in_train:
-                    stack.enter_context(between_steps(self.accelerator, self.model_wrapped))
+                    stack.enter_context(side_effect_free(self.accelerator, self.model_wrapped))
                 output = super().evaluation_loop(
                     *args, metric_key_prefix=metric_key_prefix, **kwargs
                 )

@@ -20,7 +20,7 @@ class NotBetweenSteps(RuntimeError):
 
 
 @contextmanager
-def between_steps(accelerator: Any, model: Any) -> Iterator[None]:
+def side_effect_free(accelerator: Any, model: Any) -> Iterator[None]:
     """Let the wrapped model run forward without gradients and dropout; every rank calls it.
 
     Raises:
@@ -38,7 +38,7 @@ def between_steps(accelerator: Any, model: Any) -> Iterator[None]:
         with (
             torch.no_grad(),
             torch.random.fork_rng(devices=devices),
-            backend_of(model).undisturbed(),
+            backend_of(model).preserve_engine_state(),
         ):
             yield
     finally:
