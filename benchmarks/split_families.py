@@ -35,8 +35,8 @@ from toolkit.engines import pipeline
 from toolkit.engines.backend import backend_of, prepare
 from toolkit.engines.tensor_parallel import SOUND_SHARDS, claim_mesh
 from toolkit.errors import UsageError
-from toolkit.measuring import clipping
 from toolkit.measuring.attestation import gather_objects
+from toolkit.measuring.gradients import clipping_mismatches, gather_full
 from toolkit.planning.models.architectures import UnknownArchitectureError
 from toolkit.strategies import STRATEGIES, Strategy
 from toolkit.training.loadable import check_split
@@ -289,7 +289,7 @@ def of_strategy(family: str, folder: str, strategy: Strategy) -> str:
         n: float((backend.full_gradient(p) - whole[n]).norm() / max(whole[n].norm(), 1e-6 * norm))
         for n, p in backend.full_parameters()
     }
-    gathered = clipping.gathered(backend, scale=1.0)
+    gathered = gather_full(backend, scale=1.0)
     clipped = float(accelerator.clip_grad_norm_(model.parameters(), LIMIT))
     worst = max(gradients, key=lambda name: gradients[name])
     gaps = {
@@ -297,7 +297,7 @@ def of_strategy(family: str, folder: str, strategy: Strategy) -> str:
         "norm": abs(clipped / float(norm) - 1),
         "gradient": gradients[worst],
     }
-    refused = clipping.mismatches(gather_objects((gathered, clipped)))
+    refused = clipping_mismatches(gather_objects((gathered, clipped)))
     wrong = [f"{name} by {gap:.1g}" for name, gap in gaps.items() if not gap <= GAPS[name]]
     if not wrong:
         return "equal"

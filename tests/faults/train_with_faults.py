@@ -46,7 +46,7 @@ from toolkit.data.order import Collator, training_rows
 from toolkit.data.prepared import PreparedData, prepare_data
 from toolkit.data.tokenizer import load_tokenizer
 from toolkit.engines.prepared import Prepared
-from toolkit.measuring import clipping
+from toolkit.measuring import gradients
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.evidence import EvidenceKeeper
 from toolkit.measuring.recorder import Recorder
@@ -78,9 +78,9 @@ FAST = 3e-2
 MAX_GRAD_NORM = 0.2
 SEED = 42
 
-# A run refuses some of these faults by itself (tests/measuring/test_clipping.py). Here the gates
+# A run refuses some of these faults by itself (tests/measuring/test_gradients.py). Here the gates
 # and the bisection have to find them.
-clipping.mismatches = lambda of_ranks: []
+gradients.clipping_mismatches = lambda of_ranks: []
 
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 RANK = int(os.environ.get("RANK", "0"))

@@ -16,8 +16,7 @@ from toolkit import environment
 from toolkit.engines.base import Backend
 from toolkit.engines.tensors import compiled
 from toolkit.measuring import peak
-from toolkit.measuring.peak import PeakLedger
-from toolkit.measuring.storages import CATEGORIES, UNDECIDED, Storages
+from toolkit.measuring.peak import CATEGORIES, UNDECIDED, PeakLedger, Storages
 from toolkit.strategies import STRATEGIES
 
 BATCH, WIDE, HIDDEN, OUT = 64, 16, 256, 8

@@ -231,7 +231,7 @@ def test_fused_experts_are_said_before_a_launch(cache, tmp_path, caplog):
 
 
 def test_the_model_is_asked_only_where_a_switch_is_put_on_it(cache, monkeypatch):
-    monkeypatch.setattr("toolkit.training.prepare.skeleton", None)
+    monkeypatch.setattr("toolkit.training.prepare.meta_model", None)
     assert on(prepare(list(ROWS), strategies=["ddp"]), "ddp") == {}
     with pytest.raises(TypeError):
         prepare(["--tuned", "true", *ROWS], strategies=["ddp"])

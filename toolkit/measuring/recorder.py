@@ -32,7 +32,6 @@ from toolkit.launching.progress import progressed
 from toolkit.launching.status import StatusFile
 from toolkit.measuring import (
     attestation,
-    clipping,
     equal_weights,
     gradients,
     machines,
@@ -102,7 +101,7 @@ class Recorder:
 
         self._grad_norm: Any = None
         self._gradients: gradients.Squares | None = None
-        self._whole: clipping.WholeGradients | None = None
+        self._full_gradients: gradients.FullGradients | None = None
         self._bytes: dict[str, int | None] = {}
         self._model: Any = None
         self._ledger = traffic.Ledger()
@@ -544,12 +543,12 @@ class Recorder:
     # The step after the first
 
     def _gather_gradients(self, *, scale: float) -> None:
-        """Gather the whole gradients of the probe step before they are clipped; a collective."""
+        """Gather the full gradients of the probe step before they are clipped; a collective."""
         if not self._ledger.running:
             return
         self._keep_device_peaks()
         with _disable_current_modes():  # the ledgers count what a step itself does
-            self._whole = clipping.gathered(backend_of(self._model), scale=scale)
+            self._full_gradients = gradients.gather_full(backend_of(self._model), scale=scale)
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
@@ -573,9 +572,9 @@ class Recorder:
         norm = self._grad_norm
         if norm is None:
             norm = backend_of(self._model).clip_norm()
-        held = (self._whole, None if norm is None else number(norm))
-        attestation.refuse(clipping.mismatches(gather_objects(held)))
-        self._whole = None
+        held = (self._full_gradients, None if norm is None else number(norm))
+        attestation.refuse(gradients.clipping_mismatches(gather_objects(held)))
+        self._full_gradients = None
 
     def _end_probe(self, *, skipped: bool) -> None:
         if not self._ledger.running:

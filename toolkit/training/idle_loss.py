@@ -16,7 +16,7 @@ from toolkit.data.tokens import IGNORED
 from toolkit.engines.tensors import shape_of
 from toolkit.errors import UsageError
 from toolkit.training.job import Job, has_fillers
-from toolkit.training.methods import skeleton
+from toolkit.training.methods import meta_model
 
 
 def check_idle_loss(job: Job, model: torch.nn.Module) -> None:
@@ -29,7 +29,9 @@ def check_idle_loss(job: Job, model: torch.nn.Module) -> None:
         return
     # Zeros can't stand in for packed weights, nor for those of a forward that exchanges parts.
     if job.request.method.storage is not None or job.strategy.tensor > 1:
-        model = skeleton(job.request.model.path, trust_remote_code=job.own.model.trust_remote_code)
+        model = meta_model(
+            job.request.model.path, trust_remote_code=job.own.model.trust_remote_code
+        )
     loss = idle_loss(model, job.args.device)
     if job.args.device.type == "cuda":
         torch.cuda.empty_cache()  # keeps this memory out of the run's peak

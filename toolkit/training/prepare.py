@@ -18,7 +18,7 @@ from toolkit.data.preview import shown_rows
 from toolkit.data.tokenizer import load_tokenizer
 from toolkit.strategies import Strategy, get_strategy, with_tensor_size
 from toolkit.training.flags import checked_flags
-from toolkit.training.methods import skeleton
+from toolkit.training.methods import meta_model
 from toolkit.training.model import resolve_tokenizer
 from toolkit.training.precision import asked_precision
 from toolkit.training.request import Launch, Request, check_request
@@ -128,7 +128,7 @@ def _under(request: Request, strategy: Strategy, values: Mapping[str, Any]) -> d
     placeholder = SimpleNamespace(**dict.fromkeys(TRAINER_SWITCHES) | {**values})
     args = cast("TrainingArguments", placeholder)
     speed = Speed(switches, args, strategy=strategy)
-    # Switches are tried on the model's skeleton, to refuse here what a rank would refuse.
+    # Switches are tried on a model on the meta device, to refuse here what a rank would refuse.
     on_model = (
         switches.chunked_loss
         or switches.uses_lean_masks
@@ -138,7 +138,7 @@ def _under(request: Request, strategy: Strategy, values: Mapping[str, Any]) -> d
     )
     if on_model:
         trust = request.own.model.trust_remote_code
-        speed.apply(skeleton(request.model.path, trust_remote_code=trust))
+        speed.apply(meta_model(request.model.path, trust_remote_code=trust))
     # An engine switches these on when it wraps the model.
     if switches.gradients_in_buckets and strategy.reduces_in_buckets:
         speed.on["ddp_bucket_view"] = True

@@ -43,9 +43,9 @@ from toolkit.launching.ranks import say
 from toolkit.measuring.added_means import judging_loss
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.finite import require_finite
+from toolkit.measuring.forwards import LearnedRows
 from toolkit.measuring.heartbeat import Choice, heartbeat_for
 from toolkit.measuring.launcher import check_launch
-from toolkit.measuring.learned_rows import LearnedRows
 from toolkit.measuring.recorder import Recorder
 from toolkit.records.json_files import SCHEMA, write_json
 from toolkit.records.record import RECORD_FILE, STEPS_FILE

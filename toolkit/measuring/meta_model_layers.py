@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import linear
 from torch.utils._pytree import tree_leaves, tree_map
 
-from toolkit.measuring.meta_gpu import Assumed, LiveStorages, OnGpu, bytes_of, number_of
+from toolkit.measuring.meta_counting import Assumed, LiveStorages, OnGpu, bytes_of, number_of
 
 RANK: Final = 16
 """Rank of the adapters that are counted."""
