@@ -27,7 +27,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from killing import Run
 
-from toolkit.checkpoints.committing import check
+from toolkit.checkpoints.atomic_folder import check
 from toolkit.checkpoints.folders import checkpoints_in, step_of
 from toolkit.records.manifests import Damaged
 

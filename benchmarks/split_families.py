@@ -39,7 +39,7 @@ from toolkit.measuring.attestation import gather_objects
 from toolkit.measuring.gradients import clipping_mismatches, gather_full
 from toolkit.planning.models.architectures import UnknownArchitectureError
 from toolkit.strategies import STRATEGIES, Strategy
-from toolkit.training.loadable import check_split
+from toolkit.training.model_checks import check_split
 
 RANKS, ROWS = 4, 4
 NAMES = ("tensor", "tensor_ddp", "three_d", "pipeline")

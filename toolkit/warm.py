@@ -55,7 +55,7 @@ IMPORTED: Final = (
     "toolkit.training.run",
     "toolkit.training.prepare",
     "toolkit.training.preparing",
-    "toolkit.measuring.foreign",
+    "toolkit.measuring.script_attestation",
 )
 
 NO_THREADS: Final = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}

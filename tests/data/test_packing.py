@@ -10,7 +10,6 @@ from transformers import TrainingArguments
 
 from toolkit.configs.proven_models import PROVEN_MODELS
 from toolkit.data.arguments import DataArguments
-from toolkit.data.order import Collator, training_rows
 from toolkit.data.packing import (
     PROVEN_ATTENTION,
     FixedPacking,
@@ -20,6 +19,7 @@ from toolkit.data.packing import (
     pack_texts,
 )
 from toolkit.data.prepared import prepare_data
+from toolkit.data.sampling_order import Collator, training_rows
 from toolkit.data.tokens import IGNORED, row_features, supervised_tokens
 from toolkit.errors import UsageError
 from toolkit.training.arguments import ModelArguments

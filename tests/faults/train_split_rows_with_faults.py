@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from toolkit.configs.requested import requested_strategy
-from toolkit.data.order import Collator
+from toolkit.data.sampling_order import Collator
 from toolkit.data.tokens import IGNORED
 from toolkit.engines import rows
 from toolkit.engines.context import Context

@@ -42,8 +42,8 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from toolkit import environment
 from toolkit.data.arguments import DataArguments
-from toolkit.data.order import Collator, training_rows
 from toolkit.data.prepared import PreparedData, prepare_data
+from toolkit.data.sampling_order import Collator, training_rows
 from toolkit.data.tokenizer import load_tokenizer
 from toolkit.engines.prepared import Prepared
 from toolkit.measuring import gradients

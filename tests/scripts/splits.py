@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from toolkit.engines.backend import backend_of, prepare
 from toolkit.engines.prepared import rows_of_rank
 from toolkit.engines.tensor_parallel import claim_mesh
-from toolkit.measuring.order import wrong_parts
+from toolkit.measuring.order_check import wrong_shares
 from toolkit.strategies import STRATEGIES
 
 
@@ -74,7 +74,7 @@ def train(case, folder, strategy, ranks):
         for name, parameter in model.named_parameters()
     }
     kept["parts"] = {
-        name: wrong_parts(rows_of_rank(accelerator, DataLoader([*range(8)]), **part), reader)
+        name: wrong_shares(rows_of_rank(accelerator, DataLoader([*range(8)]), **part), reader)
         for name, part in {
             "as they should": {"readers": readers, "reader": reader},
             "one each": {"readers": ranks, "reader": accelerator.process_index},

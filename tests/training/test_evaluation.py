@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM, TrainingArguments
 
 from toolkit import ToolkitTrainer
 from toolkit.data.arguments import DataArguments
-from toolkit.data.order import Collator
+from toolkit.data.sampling_order import Collator
 from toolkit.data.tokens import IGNORED
 from toolkit.engines.side_effect_free import NotBetweenSteps, side_effect_free
 from toolkit.errors import UsageError

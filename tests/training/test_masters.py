@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from small_models import tiny_llama
 from transformers import TrainingArguments
 
-from toolkit.data.order import Collator
+from toolkit.data.sampling_order import Collator
 from toolkit.engines import masters
 from toolkit.engines.backend import backend_of
 from toolkit.engines.masters import (

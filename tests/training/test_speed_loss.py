@@ -10,7 +10,7 @@ from small_models import small_of, tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.configs.proven_models import PROVEN_MODELS
-from toolkit.data.order import Collator
+from toolkit.data.sampling_order import Collator
 from toolkit.data.tokens import IGNORED
 from toolkit.errors import UsageError
 from toolkit.training.speed import Speed

@@ -10,7 +10,7 @@ from small_models import tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from toolkit.data.order import Collator
+from toolkit.data.sampling_order import Collator
 from toolkit.data.tokens import IGNORED, row_features
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.recorder import Recorder

@@ -1,7 +1,7 @@
 """`checkpoint-<step>` folders of a run: find them, tidy them, and remove old ones.
 
-A folder of that name was committed as a whole (see `committing`). An incomplete one is a draft with
-another name, and is never taken for a checkpoint.
+A folder of that name was committed as a whole (see `atomic_folder`). An incomplete one is a draft
+with another name, and is never taken for a checkpoint.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final
 
-from toolkit.checkpoints.committing import committed_files, recover, remove_drafts, remove_own
+from toolkit.checkpoints.atomic_folder import committed_files, recover, remove_drafts, remove_own
 from toolkit.launching.ranks import say
 from toolkit.records.manifests import is_real_folder
 

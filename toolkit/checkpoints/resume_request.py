@@ -22,7 +22,7 @@ class ResumeRequest:
     named: Path | None = None
 
 
-def asked_checkpoint(values: Mapping[str, Any]) -> ResumeRequest | None:
+def requested_checkpoint(values: Mapping[str, Any]) -> ResumeRequest | None:
     """Return the request to resume; None for a run from the start.
 
     Raises:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.data.arguments import DataArguments
 from toolkit.data.building import TEMPLATE_FILE, Build, Part
 from toolkit.data.cache import build_once, changed_meanwhile, read_cached
-from toolkit.data.chat import asked_template, brought, shipped_templates
+from toolkit.data.chat import brought, requested_template, shipped_templates
 from toolkit.data.flags import changed_flags
 from toolkit.data.sources import Source, training_source, unreadable_rows, validation_source
 from toolkit.data.tokenizer import check_size, load_tokenizer, tokenizer_identity
@@ -249,7 +249,7 @@ def _prepare(
         arguments.loss_on,
         arguments.length,
         arguments.packing if part == "training" else "none",
-        [sorted(shipped_templates().items()), template and asked_template(template).facts()],
+        [sorted(shipped_templates().items()), template and requested_template(template).facts()],
         tokenizer_identity(tokenizer),
     )
 

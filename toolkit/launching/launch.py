@@ -21,7 +21,7 @@ from typing import BinaryIO
 from toolkit.files import new_file
 from toolkit.launching import processes
 from toolkit.launching.forking import COLD, Fork, start
-from toolkit.launching.outcome import PORT_TAKEN, Ending, Outcome, judge
+from toolkit.launching.outcome import PORT_TAKEN, Ending, Outcome, classify_end
 from toolkit.launching.python import PACKAGE_FOLDER, package_folder, python_environment
 from toolkit.launching.ranks import LAUNCHER_PID
 from toolkit.launching.status import STATUS_DIR, RankStatus, read_status, read_statuses
@@ -124,7 +124,7 @@ def run(
     with stop:
         for attempt in range(1, PORT_ATTEMPTS + 1):
             ending = follower.follow()
-            outcome = judge(ending)
+            outcome = classify_end(ending)
             if attempt == PORT_ATTEMPTS or not _lost_the_port(outcome, ending):
                 return outcome
     raise AssertionError("the last attempt returns")

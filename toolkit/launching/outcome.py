@@ -88,7 +88,7 @@ class Ending:
     timeout: float = 0.0
 
 
-def judge(ending: Ending) -> Outcome:
+def classify_end(ending: Ending) -> Outcome:
     """Judge how a run ended.
 
     An error of a rank's own and a dead rank come first, by time; then errors of ranks that only

@@ -126,11 +126,11 @@ class Guards:
         self.slow_rank: Mode = slow_rank
         self.factor = grad_norm_factor
         self.warnings: list[dict[str, Any]] = []
-        self.spoiled_at: int | None = None
+        self.first_bad_step: int | None = None
         """The first step that was not finite, or after which ranks differed. Weights from there on
         are not worth a checkpoint."""
 
-        self._spoiled_why = ""
+        self._why_bad = ""
 
         self.last_checkpoint: Callable[[], Path | None] = lambda: newest_checkpoint(checkpoints)
         self.not_watched: dict[str, str] = {}
@@ -150,7 +150,7 @@ class Guards:
             "not_watched": self.not_watched,
         }
 
-    def judge(self, health: StepHealth, everyone: Callable[[], list[RankHealth]]) -> None:
+    def check_step(self, health: StepHealth, everyone: Callable[[], list[RankHealth]]) -> None:
         """Raise or warn where a step went wrong; every rank calls it with the same numbers.
 
         Raises:
@@ -183,13 +183,13 @@ class Guards:
         if not self._warned_of_checkpoints:
             self._warned_of_checkpoints = True
             say_on_rank_0(
-                f"no checkpoint is written after step {self.spoiled_at}, {self._spoiled_why}."
+                f"no checkpoint is written after step {self.first_bad_step}, {self._why_bad}."
             )
 
-    def spoil(self, step: int, why: str) -> None:
+    def note_bad_step(self, step: int, why: str) -> None:
         """Keep the first step whose weights are not worth a checkpoint, and the reason."""
-        if self.spoiled_at is None:
-            self.spoiled_at, self._spoiled_why = step, why
+        if self.first_bad_step is None:
+            self.first_bad_step, self._why_bad = step, why
 
     def _stop(self, sentence: str, advice: str) -> NoReturn:
         from toolkit.measuring.attestation import gather_objects
@@ -203,8 +203,8 @@ class Guards:
     def _judge_numbers(self, health: StepHealth, everyone: Callable[[], list[RankHealth]]) -> None:
         self._skipped = self._skipped + 1 if health.skipped else 0
         if not health.loss_is_finite or not health.norm_is_finite:
-            first = self.spoiled_at is None
-            self.spoil(health.step, "which was not finite")
+            first = self.first_bad_step is None
+            self.note_bad_step(health.step, "which was not finite")
             if first or self.mode == "stop":
                 self._tell_not_finite(health, everyone())
         elif self._skipped == SKIPPED_IN_A_ROW:

@@ -89,7 +89,7 @@ class Heartbeat:
         fields = sent.fields()
         self.stop_agreed = self.stop_agreed or fields[_STOP] > 0
         health = _step_health(sent.step, fields, of_a_shard=self._of_a_shard)
-        self.guards.judge(health, lambda: gather_objects(sent.health.read()))
+        self.guards.check_step(health, lambda: gather_objects(sent.health.read()))
 
     # Calls from the recorder
 

@@ -30,8 +30,8 @@ from toolkit.engines.wrappers import (
     watch_wrapping,
 )
 from toolkit.measuring.between_ranks import ModelReport, OptimizerReport, Report, TensorReport
-from toolkit.measuring.equal_weights import checksums
 from toolkit.measuring.forwards import Forwards
+from toolkit.measuring.replica_checks import checksums
 from toolkit.measuring.stepped import Optimizers, Stepped, SteppedTensor, rates_of
 
 

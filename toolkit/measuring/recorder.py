@@ -32,10 +32,10 @@ from toolkit.launching.progress import progressed
 from toolkit.launching.status import StatusFile
 from toolkit.measuring import (
     attestation,
-    equal_weights,
     gradients,
     machines,
     memory,
+    replica_checks,
     traffic,
 )
 from toolkit.measuring.attestation import Mismatch, Refused, Requested, gather_objects
@@ -44,7 +44,7 @@ from toolkit.measuring.evidence import EvidenceKeeper
 from toolkit.measuring.guards import say_on_rank_0
 from toolkit.measuring.heartbeat import Heartbeat
 from toolkit.measuring.merging import merge
-from toolkit.measuring.order import OrderWatch
+from toolkit.measuring.order_check import OrderCheck
 from toolkit.measuring.peak import COMPILED, PeakLedger
 from toolkit.records.fields import unmeasured
 from toolkit.records.json_files import json_line
@@ -72,7 +72,7 @@ class Recorder:
         self.heartbeat = heartbeat
         """The exchange between the ranks after each step; None with the guards off."""
 
-        self._order = OrderWatch()
+        self._order = OrderCheck()
         self._evidence = evidence
         self.actual: dict[str, Any] = {}
         self.notes = list(notes or ())
@@ -124,7 +124,7 @@ class Recorder:
     def loaded(self, model: Any) -> None:
         """Compare the weights that ranks loaded, before anything wraps them."""
         if self.heartbeat is not None:
-            equal_weights.check_loaded(self.heartbeat.guards, model)
+            replica_checks.check_loaded(self.heartbeat.guards, model)
 
     def reads(self, loader: Any) -> None:
         """Watch in which order a loader, as `Accelerator.prepare` returned it, gives out rows.
@@ -318,12 +318,12 @@ class Recorder:
         self.settle()
         if self.heartbeat is not None:
             step = self.steps_before + len(self._steps)
-            equal_weights.check_replicas(self.heartbeat.guards, model, step=step)
+            replica_checks.check_replicas(self.heartbeat.guards, model, step=step)
 
-    def spoiled(self) -> bool:
+    def has_bad_step(self) -> bool:
         """Whether a guard only warned of a fault that makes checkpoints worthless."""
         guards = None if self.heartbeat is None else self.heartbeat.guards
-        if guards is None or guards.spoiled_at is None:
+        if guards is None or guards.first_bad_step is None:
             return False
         guards.no_checkpoint()
         return True

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch.nn.functional import cross_entropy
 
-from toolkit.data.order import validation_rows
+from toolkit.data.sampling_order import validation_rows
 from toolkit.data.tokens import IGNORED
 from toolkit.engines.backend import backend_of
 from toolkit.engines.prepared import Prepared

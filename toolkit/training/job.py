@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from transformers.trainer_utils import IntervalStrategy
 
 from toolkit.checkpoints.resuming import Resumed, differences, find_checkpoint
-from toolkit.data.order import count_steps, training_rows
+from toolkit.data.sampling_order import count_steps, training_rows
 from toolkit.data.tokenizer import load_tokenizer
 from toolkit.engines.backend import spec_of
 from toolkit.engines.deepspeed_config import checked_deepspeed_config, use_deepspeed_config
@@ -37,7 +37,7 @@ from toolkit.training.request import (
     finished_facts,
     this_launch,
 )
-from toolkit.training.run_folder import held
+from toolkit.training.run_folder import lock_run_folder
 from toolkit.training.tuning import Tuning
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def checked_job(own: OwnArguments) -> Job:
     check_machines_agree(job)
     folder = Path(values["output_dir"])
     # Looking for a checkpoint tidies the folder: no other run may be working in it.
-    with held(folder, partial(check_output_folder, folder, own.method, trackers)):
+    with lock_run_folder(folder, partial(check_output_folder, folder, own.method, trackers)):
         return replace(job, finished=True) if _is_finished(job) else _resumed(job)
 
 

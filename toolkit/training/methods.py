@@ -16,8 +16,8 @@ from toolkit.environment import check_installed
 from toolkit.errors import UsageError, sentence_of
 from toolkit.strategies import COMPUTE_DTYPES
 from toolkit.training.arguments import ModelArguments
-from toolkit.training.loadable import read_config
 from toolkit.training.method_arguments import ALL_LINEAR, MethodArguments
+from toolkit.training.model_checks import read_config
 from toolkit.training.quantized import check_bitsandbytes
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from toolkit.environment import cache_root
 from toolkit.errors import UsageError, sentence_of
 from toolkit.training.arguments import ModelArguments
 from toolkit.training.flags import local_folder
-from toolkit.training.loadable import count_parameters, read_config
+from toolkit.training.model_checks import count_parameters, read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

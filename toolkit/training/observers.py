@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from toolkit.checkpoints.keeping import Keeper
+from toolkit.checkpoints.saver import CheckpointSaver
 from toolkit.engines.prepared import Prepared
 
 if TYPE_CHECKING:
@@ -31,13 +31,13 @@ class Observer(Protocol):
 
 @dataclass(eq=False)
 class TrainerEvents(TrainerCallback):
-    """Calls recorder, observers and keeper from a Trainer's callbacks, as the loop calls them."""
+    """Calls recorder, observers and saver from a Trainer's callbacks, as the loop calls them."""
 
     trainer: ToolkitTrainer
     observers: Sequence[Observer]
     """Observers in calling order."""
 
-    keeper: Keeper | None
+    saver: CheckpointSaver | None
     """Decides when to save, overriding the Trainer's own flow; None leaves it to the Trainer."""
 
     steps_per_epoch: int | None
@@ -75,11 +75,11 @@ class TrainerEvents(TrainerCallback):
             control.should_log = False
         for observer in self.observers:
             observer.step_done(state.global_step)
-        if self.keeper is not None:
-            control.should_save = self.keeper.due(state.global_step)
+        if self.saver is not None:
+            control.should_save = self.saver.due(state.global_step)
 
     def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        if self.keeper is not None:  # the Trainer's one epoch is the whole run
+        if self.saver is not None:  # the Trainer's one epoch is the whole run
             control.should_save = False
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
@@ -87,8 +87,8 @@ class TrainerEvents(TrainerCallback):
 
     def on_save(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self.trainer.recorder.mark()
-        if self.keeper is not None:
-            self.keeper.leave_if_asked(state.global_step)
+        if self.saver is not None:
+            self.saver.leave_if_requested(state.global_step)
 
     def _report(self, _: int, values: dict[str, float]) -> None:
         should_log = self.trainer.control.should_log

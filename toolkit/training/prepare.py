@@ -20,7 +20,7 @@ from toolkit.strategies import Strategy, get_strategy, with_tensor_size
 from toolkit.training.flags import checked_flags
 from toolkit.training.methods import meta_model
 from toolkit.training.model import resolve_tokenizer
-from toolkit.training.precision import asked_precision
+from toolkit.training.precision import requested_precision
 from toolkit.training.request import Launch, Request, check_request
 from toolkit.training.speed import TRAINER_SWITCHES, Speed
 from toolkit.training.speed_arguments import checkpoints_by_flag
@@ -101,7 +101,7 @@ def prepare(
         "validation": None
         if validation is None
         else validation.facts() | {"folder": str(validation.folder)},
-        "precision": asked_precision(values),
+        "precision": requested_precision(values),
         "training": {name: values[name] for name in _SAME_NAME}
         | next(iter(by_strategy.values()))
         | request.training_facts(),

@@ -55,7 +55,7 @@ def check_names(
 
 
 @contextmanager
-def held(folder: Path, check: Callable[[], object]) -> Generator[FolderLock | None]:
+def lock_run_folder(folder: Path, check: Callable[[], object]) -> Generator[FolderLock | None]:
     """Have rank 0 lock the folder until the process ends; every rank enters the context.
 
     When the body raises a UsageError, the folder is left as it was.

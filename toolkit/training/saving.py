@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from toolkit.checkpoints.committing import committing
+from toolkit.checkpoints.atomic_folder import atomic_folder
 from toolkit.checkpoints.disk import in_words, room_missing
 from toolkit.engines.backend import backend_of
 from toolkit.engines.base import Backend
@@ -77,7 +77,7 @@ def save_model(
 
     Args:
         model: The wrapped model.
-        folder: Where the model goes, as `committing` puts it there.
+        folder: Where the model goes, as `atomic_folder` puts it there.
         merge: Merge adapters into the weights and save an ordinary model. Otherwise only the
             adapters are saved, as peft loads them.
         tokenizer: Saved along, with its chat template, so that the folder is complete.
@@ -106,7 +106,7 @@ def save_model(
         try:
             if (missing := room_missing(folder, needed)) is not None:
                 raise SaveError(missing)
-            with committing(folder, obsolete=OBSOLETE, **facts) as draft:
+            with atomic_folder(folder, obsolete=OBSOLETE, **facts) as draft:
                 finite = _finite(weights, unwrapped)
                 if is_adapter:
                     write_adapter(unwrapped, finite, draft, tokenizer)

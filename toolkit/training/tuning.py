@@ -21,8 +21,8 @@ from toolkit.planning.speed.estimate import estimate_speed
 from toolkit.planning.speed.gpus import gpu
 from toolkit.planning.verdict import Room, fits
 from toolkit.strategies import Strategy
-from toolkit.training.loadable import read_config
-from toolkit.training.precision import asked_precision
+from toolkit.training.model_checks import read_config
+from toolkit.training.precision import requested_precision
 from toolkit.training.request import Request
 from toolkit.training.speed_arguments import SpeedArguments, no_compiled_layers
 
@@ -67,7 +67,7 @@ class Tuning:
         request = replace(self.request, own=replace(self.request.own, speed=speed))
         run = {
             "strategy": self.strategy.name,
-            "precision": asked_precision(self.values),
+            "precision": requested_precision(self.values),
             "num_processes": self.request.launch.num_processes or 1,
         }
         return job_of(cast("RunFacts", run | facts_under(request, self.strategy, self.values)))

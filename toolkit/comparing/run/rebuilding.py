@@ -29,7 +29,7 @@ from toolkit.comparing.run.options import OWNED_FLAGS, CompareOptions, flags_in
 from toolkit.comparing.run.plan import CONTROLS, REVERSED, ComparisonPlan, Run
 from toolkit.comparing.run.starting import end_of
 from toolkit.errors import UsageError
-from toolkit.launching.outcome import Ending, Outcome, judge
+from toolkit.launching.outcome import Ending, Outcome, classify_end
 from toolkit.launching.status import read_statuses
 from toolkit.records.record import read_record
 from toolkit.strategies import STRATEGIES, get_strategy
@@ -234,7 +234,7 @@ def _outcome(start: Path, num_processes: int) -> Outcome:
     """Return how a start ended, from its ranks' status files and the end of its log."""
     statuses, lines = read_statuses(start / "status"), _last_lines(start / "stdout.log")
     if statuses:
-        return judge(
+        return classify_end(
             Ending(
                 statuses=statuses,
                 gone={rank.rank: rank.time for rank in statuses if rank.state == "running"},

@@ -25,8 +25,8 @@ from transformers import (
 
 from toolkit.configs.proven_models import PROVEN_MODELS
 from toolkit.errors import UsageError
-from toolkit.training.loadable import check_loadable
 from toolkit.training.model import build_model, model_facts
+from toolkit.training.model_checks import check_loadable
 from toolkit.training.preparing import main
 
 BERT = {

@@ -5,13 +5,13 @@ from accelerate import Accelerator
 from datasets import Dataset
 from small_models import tiny_llama
 
-from toolkit.data.order import Collator
+from toolkit.data.sampling_order import Collator
 from toolkit.data.tokenizer import load_tokenizer
 from toolkit.engines.prepared import Prepared
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import get_strategy
-from toolkit.training.before_and_after import BeforeAndAfter
+from toolkit.training.evaluation_observer import BeforeAndAfter
 from toolkit.training.evaluation_plan import EvaluationPlan, Schedule
 from toolkit.training.model import build_model
 

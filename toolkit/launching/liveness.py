@@ -28,7 +28,7 @@ class Texts(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sign:
+class LifeSign:
     """The content of a rank's file."""
 
     rank: int
@@ -81,7 +81,7 @@ class Sign:
         return "does not answer: native code keeps its Python from running"
 
 
-class Signs:
+class RankFiles:
     """The files of all ranks of a launch, of which this rank writes its own."""
 
     def __init__(self, folder: Path, texts: Texts | None = None) -> None:
@@ -93,16 +93,16 @@ class Signs:
         self.ranks = int(os.environ.get("WORLD_SIZE", "1"))
         pid = os.getpid()
         started = processes.start_of(pid)
-        self._own = Sign(rank=self.rank, host=_host(), pid=pid, started=started)
+        self._own = LifeSign(rank=self.rank, host=_host(), pid=pid, started=started)
 
     def write(self, idle: float, *, left: bool = False) -> None:
         """Write the sign of this rank."""
         now = replace(self._own, idle=idle, monotonic=time.monotonic(), left=left)
         self.put(_name(self.rank), json.dumps(asdict(now)))
 
-    def read(self) -> list[Sign]:
+    def read(self) -> list[LifeSign]:
         """Return those of all visible ranks of this launch."""
-        signs: list[Sign] = []
+        signs: list[LifeSign] = []
         for number in range(self.ranks):
             text = self.get(_name(number))
             if text is None:
@@ -110,7 +110,7 @@ class Signs:
             if self._heard.get(number, ("", 0.0))[0] != text:
                 self._heard[number] = (text, time.monotonic())
             with contextlib.suppress(ValueError, TypeError):
-                sign = Sign(**json.loads(text))
+                sign = LifeSign(**json.loads(text))
                 signs.append(replace(sign, heard=self._heard[number][1]))
         return signs
 

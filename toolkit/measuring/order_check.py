@@ -21,7 +21,7 @@ from toolkit.measuring.guards import Guards
 SAME_ADVICE = "Leave it to Accelerate to prepare the data loader, once, for each rank its own part."
 
 
-class OrderWatch:
+class OrderCheck:
     """Hashes the rows that a data loader's batch sampler gives out, other ranks' rows included."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class OrderWatch:
             GuardError: on every rank when ranks would train other rows than they should, unless
                 guards only warn.
         """
-        if wrong := wrong_parts(loader, data_parallel_rank):
+        if wrong := wrong_shares(loader, data_parallel_rank):
             guards.report("data order", wrong, SAME_ADVICE, step=0)
         shard = getattr(loader, "batch_sampler", None)
         inner = getattr(shard, "batch_sampler", None)
@@ -64,7 +64,7 @@ class OrderWatch:
 class _WatchedSampler(BatchSampler):
     """Gives out the batches of another batch sampler, and has its attributes."""
 
-    def __init__(self, inner: Any, watch: OrderWatch, sample_ids: Sequence[int] | None) -> None:
+    def __init__(self, inner: Any, watch: OrderCheck, sample_ids: Sequence[int] | None) -> None:
         # Without BatchSampler's own: the inner one need not have a sampler and a size.
         self._inner, self._watch, self._sample_ids = inner, watch, sample_ids
 
@@ -85,7 +85,7 @@ class _WatchedSampler(BatchSampler):
         return getattr(self._inner, name)
 
 
-def wrong_parts(loader: Any, data_parallel_rank: int) -> str | None:
+def wrong_shares(loader: Any, data_parallel_rank: int) -> str | None:
     """Return a sentence on ranks that would train other rows than they should, or None.
 
     A collective.

@@ -19,7 +19,7 @@ from toolkit.training.job import Job, has_fillers
 from toolkit.training.methods import meta_model
 
 
-def check_idle_loss(job: Job, model: torch.nn.Module) -> None:
+def check_rows_without_labels(job: Job, model: torch.nn.Module) -> None:
     """Refuse a model that would learn from, or fail on, rows without a token to learn.
 
     Raises:
@@ -32,7 +32,7 @@ def check_idle_loss(job: Job, model: torch.nn.Module) -> None:
         model = meta_model(
             job.request.model.path, trust_remote_code=job.own.model.trust_remote_code
         )
-    loss = idle_loss(model, job.args.device)
+    loss = loss_without_labels(model, job.args.device)
     if job.args.device.type == "cuda":
         torch.cuda.empty_cache()  # keeps this memory out of the run's peak
     if loss != 0:
@@ -45,7 +45,7 @@ def check_idle_loss(job: Job, model: torch.nn.Module) -> None:
 
 
 @torch.no_grad()
-def idle_loss(model: torch.nn.Module, device: torch.device) -> float:
+def loss_without_labels(model: torch.nn.Module, device: torch.device) -> float:
     """Return the loss of a row of two ignored tokens, in a step with one token to learn.
 
     The loss then depends on no weight, so zeros stand in for them all: the model may still lie on

@@ -105,7 +105,7 @@ def check_replicas(guards: Guards, model: Any, *, step: int) -> None:
         f"{_listed_once(parted)} parted from the others by step {step}: {len(differ)} of "
         f"{len(names)} parameters differ that should be equal, the first is {differ[0]}."
     )
-    guards.spoil(step, "by which the ranks had parted")
+    guards.note_bad_step(step, "by which the ranks had parted")
     guards.report("replicas", sentence, REPLICAS_ADVICE, step=step)
 
 

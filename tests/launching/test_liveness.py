@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from toolkit.launching.liveness import RankFiles
 from toolkit.launching.processes import start_of
-from toolkit.launching.signs import Signs
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def signs_of(tmp_path, monkeypatch):
 
     def of_rank(number):
         monkeypatch.setenv("RANK", str(number))
-        return Signs(tmp_path)
+        return RankFiles(tmp_path)
 
     return of_rank
 
@@ -79,7 +79,7 @@ def test_machines_without_a_folder_in_common_see_each_other(monkeypatch, tmp_pat
     for number in (0, 1):
         (tmp_path / str(number)).mkdir()
         monkeypatch.setenv("RANK", str(number))
-        signs.append(Signs(tmp_path / str(number), shared))
+        signs.append(RankFiles(tmp_path / str(number), shared))
         signs[-1].write(3.0)
     monkeypatch.setenv("RANK", "0")
     zero, one = signs[0].read()

@@ -56,7 +56,7 @@ _CANNOT_EXCHANGE: Final = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.E
 
 
 @contextmanager
-def committing(
+def atomic_folder(
     folder: Path,
     *,
     obsolete: Sequence[str] = (),

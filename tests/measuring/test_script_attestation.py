@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
 from toolkit.measuring.attestation import Refused
-from toolkit.measuring.foreign import watch
+from toolkit.measuring.script_attestation import watch
 
 
 @pytest.fixture(autouse=True)

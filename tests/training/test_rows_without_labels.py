@@ -14,8 +14,8 @@ from transformers import (
 
 from toolkit import GuardError, ToolkitTrainer
 from toolkit.data.tokenizer import load_tokenizer
-from toolkit.training.idle_loss import idle_loss
 from toolkit.training.model import build_model
+from toolkit.training.rows_without_labels import loss_without_labels
 
 CPU = torch.device("cpu")
 
@@ -41,14 +41,14 @@ def test_a_loss_over_the_tokens_of_the_step_is_0_without_any_and_no_weight_is_to
     model = tiny_llama()
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     parameters = dict(model.named_parameters())
-    assert idle_loss(model, CPU) == 0
+    assert loss_without_labels(model, CPU) == 0
     assert model.training
     assert all(each is parameters[name] for name, each in model.named_parameters())
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
 
 
 def test_a_loss_over_the_tokens_of_the_micro_batch_is_found_out():
-    loss = idle_loss(mbart(), CPU)
+    loss = loss_without_labels(mbart(), CPU)
     assert loss != loss
 
 
@@ -62,20 +62,20 @@ def test_a_loss_that_rows_without_a_token_to_learn_add_to_is_found_out():
         num_key_value_heads=2,
         num_local_experts=4,
     )
-    assert idle_loss(MixtralForCausalLM(config), CPU) == 0
+    assert loss_without_labels(MixtralForCausalLM(config), CPU) == 0
     config.output_router_logits = True
-    assert idle_loss(MixtralForCausalLM(config), CPU) > 0
+    assert loss_without_labels(MixtralForCausalLM(config), CPU) > 0
 
 
 def test_weights_that_lie_elsewhere_are_not_needed():
     """On the meta device as on FSDP's other ranks, and emptied as by zero.Init."""
     with torch.device("meta"):
-        assert idle_loss(tiny_llama(), CPU) == 0
+        assert loss_without_labels(tiny_llama(), CPU) == 0
     sharded = tiny_llama()
     for parameter in sharded.parameters():
         parameter.ds_shape = parameter.shape
         parameter.data = torch.empty(0)
-    assert idle_loss(sharded, CPU) == 0
+    assert loss_without_labels(sharded, CPU) == 0
 
 
 def users_trainer(folder, *, every):

@@ -6,8 +6,14 @@ import torch
 from datasets import Dataset
 from small_models import tiny_llama
 
-from toolkit.data.order import Collator, count_steps, rows_needed, training_rows, validation_rows
 from toolkit.data.packing import pack
+from toolkit.data.sampling_order import (
+    Collator,
+    count_steps,
+    rows_needed,
+    training_rows,
+    validation_rows,
+)
 from toolkit.data.tokens import IGNORED, row_features, supervised_tokens
 from toolkit.errors import UsageError
 from toolkit.records.record import FILLER_ID

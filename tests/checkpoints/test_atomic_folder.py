@@ -12,15 +12,15 @@ import sys
 
 import pytest
 
-from toolkit.checkpoints import committing as room
-from toolkit.checkpoints.committing import check, committing, remove_own
+from toolkit.checkpoints import atomic_folder as room
+from toolkit.checkpoints.atomic_folder import atomic_folder, check, remove_own
 from toolkit.errors import UsageError
 from toolkit.records.manifests import MANIFEST, Damaged, read_manifest, write_manifest
 
 KILLED_AT_EACH_STEP = """
 import itertools, json, os, shutil, signal, sys
 from pathlib import Path
-from toolkit.checkpoints import committing as room
+from toolkit.checkpoints import atomic_folder as room
 from toolkit.records.manifests import Damaged
 
 way, place = sys.argv[1], Path(sys.argv[2])
@@ -29,7 +29,7 @@ if way == "renames":
 folder = place / "final"
 
 def commit(version):
-    with room.committing(folder, step=version) as draft:
+    with room.atomic_folder(folder, step=version) as draft:
         for name in ("a", "b", "deep/c"):
             (draft / name).parent.mkdir(exist_ok=True)
             (draft / name).write_text(str(version) * 1000)
@@ -72,7 +72,7 @@ for number in itertools.count(1):
 
 
 def commit(folder, text, **facts):
-    with committing(folder, **facts) as draft:
+    with atomic_folder(folder, **facts) as draft:
         (draft / "weights").write_text(text)
         (draft / "deep").mkdir()
         (draft / "deep" / "state").write_text(text * 2)
@@ -84,7 +84,7 @@ def content(folder):
 
 def test_a_folder_is_replaced_as_a_whole_and_leaves_nothing_beside_it(tmp_path):
     folder = tmp_path / "final"
-    with committing(folder, step=1) as draft:
+    with atomic_folder(folder, step=1) as draft:
         (draft / "weights-of-another-shape").write_text("old")
     commit(folder, "new", step=2, strategy="zero2")
     assert content(folder) == {"weights": "new", "state": "newnew"}
@@ -106,9 +106,9 @@ def test_what_an_earlier_commit_put_beside_others_goes(tmp_path):
     folder = tmp_path / "output"
     folder.mkdir()
     (folder / "notes").write_text("of someone else")
-    with committing(folder) as draft:
+    with atomic_folder(folder) as draft:
         (draft / "model-1-of-2").write_text("old")
-    with committing(folder, obsolete=("model-*",)) as draft:
+    with atomic_folder(folder, obsolete=("model-*",)) as draft:
         (draft / "weights").write_text("new")
     assert content(folder) == {"weights": "new", "notes": "of someone else"}
 
@@ -126,7 +126,7 @@ def test_folders_in_folders_move_in_beside_what_is_not_ours(tmp_path):
     folder = tmp_path / "final"
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
-    with committing(folder, step=1) as draft:
+    with atomic_folder(folder, step=1) as draft:
         (draft / "deep" / "er").mkdir(parents=True)
         (draft / "deep" / "er" / "c").write_text("1")
     check(folder)
@@ -149,7 +149,7 @@ def test_what_is_not_ours_and_in_the_way_is_kept_beside_the_new_files(tmp_path, 
         (folder / name).write_bytes(text)
     (folder / "notes").write_text("in nobody's way")
     for _ in range(2):  # the second time nothing is in the way any more
-        with committing(folder, obsolete=("model.*",)) as draft:
+        with atomic_folder(folder, obsolete=("model.*",)) as draft:
             (draft / "weights").write_text("new")
             (draft / "deep").mkdir()
             (draft / "deep" / "state").write_text("newnew")
@@ -212,7 +212,7 @@ def test_no_link_is_followed_whatever_it_stands_for(
 def test_a_manifest_names_nothing_outside_of_its_folder(tmp_path, name):
     (tmp_path / "victim.txt").write_text("precious")
     folder = tmp_path / "run" / "final"
-    with committing(folder) as draft:
+    with atomic_folder(folder) as draft:
         (draft / "weights-1").write_text("old")
     (folder / "notes").write_text("of someone else")
     named = name.format(root=tmp_path)
@@ -237,7 +237,7 @@ def test_a_folder_that_is_ours_alone_is_replaced_as_a_whole_or_kept_aside(tmp_pa
     folder.mkdir()
     (folder / "weights").write_text("of a stock Trainer")
     for text in ("new", "newer"):
-        with committing(folder, shared=False) as draft:
+        with atomic_folder(folder, shared=False) as draft:
             (draft / "weights").write_text(text)
         (folder / "notes").write_text(text)
     assert files(tmp_path) == {
@@ -252,11 +252,11 @@ def test_a_folder_that_is_ours_alone_is_replaced_as_a_whole_or_kept_aside(tmp_pa
 def test_a_card_that_was_edited_is_kept(tmp_path):
     folder = tmp_path / "final"
     for card in ("first", "second"):
-        with committing(folder) as draft:
+        with atomic_folder(folder) as draft:
             (draft / "README.md").write_text(card)
         assert "kept-1" not in os.listdir(folder)
     (folder / "README.md").write_text("mine")
-    with committing(folder) as draft:
+    with atomic_folder(folder) as draft:
         (draft / "README.md").write_text("third")
     assert (folder / "README.md").read_text() == "third"
     assert (folder / "kept-1" / "README.md").read_text() == "mine"
@@ -317,7 +317,7 @@ def test_what_others_put_into_a_folder_stays(tmp_path):
 def test_a_body_that_fails_leaves_the_old_folder(tmp_path):
     folder = tmp_path / "final"
     commit(folder, "old")
-    with pytest.raises(FileNotFoundError), committing(folder) as draft:
+    with pytest.raises(FileNotFoundError), atomic_folder(folder) as draft:
         (draft / "weights").write_text((draft / "nowhere").read_text())
     assert content(folder) == {"weights": "old", "state": "oldold"}
     assert os.listdir(tmp_path) == ["final"]
@@ -389,7 +389,7 @@ def test_a_disk_that_takes_no_more_leaves_the_old_folder(tmp_path):
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
-        with pytest.raises(OSError, match="File too large"), committing(folder) as draft:
+        with pytest.raises(OSError, match="File too large"), atomic_folder(folder) as draft:
             (draft / "weights").write_bytes(bytes(1 << 20))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

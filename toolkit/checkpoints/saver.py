@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypedDict
 
-from toolkit.checkpoints.committing import committing
+from toolkit.checkpoints.atomic_folder import atomic_folder
 from toolkit.checkpoints.disk import in_words, room_missing
 from toolkit.checkpoints.folders import KIND, checkpoint_folder, rotate, shares
 from toolkit.checkpoints.preemption import Preempted, Preemption
@@ -31,7 +31,7 @@ LOSSES_FILE: Final = "losses.json"
 
 
 @dataclass(kw_only=True)
-class Keeper:
+class CheckpointSaver:
     """Saves the checkpoints of one run."""
 
     output_dir: Path
@@ -55,14 +55,14 @@ class Keeper:
     """The last checkpoint that this run saved, or the one that it resumed from."""
 
     def prepared(self, prepared: Prepared) -> None:
-        """Note the wrapped objects of the loop, where a keeper is one of the observers."""
+        """Note the wrapped objects of the loop, where a saver is one of the observers."""
         self._prepared = prepared
 
     def step_done(self, step: int) -> None:
         """Save after a step of the loop that is due, and leave where that was asked for."""
         if self.due(step):
             self.save(self._prepared, step)
-            self.leave_if_asked(step)
+            self.leave_if_requested(step)
 
     def due(self, step: int) -> bool:
         """Whether to save after this step; the same on every rank."""
@@ -97,7 +97,7 @@ class Keeper:
         """
         with self.recorder.aside():
             self.recorder.check_before_save(prepared.model)
-        if self.recorder.spoiled():
+        if self.recorder.has_bad_step():
             return None
         folder = checkpoint_folder(output_dir or self.output_dir, step)
         writers = [write for write in (self.write_beside, write_more) if write is not None]
@@ -114,7 +114,7 @@ class Keeper:
         self.newest = folder
         return folder
 
-    def leave_if_asked(self, step: int) -> None:
+    def leave_if_requested(self, step: int) -> None:
         """End the run if all ranks have agreed to stop, after saving the step if possible.
 
         Raises:
@@ -122,7 +122,7 @@ class Keeper:
         """
         if not self.stopping(step):
             return
-        since_signal = self.preemption.seconds_since_asked() if self.preemption else None
+        since_signal = self.preemption.seconds_since_signal() if self.preemption else None
         ranks = [seconds for seconds in gather_objects(since_signal) if seconds is not None]
         saved = self.newest == checkpoint_folder(self.output_dir, step)
         raise Preempted(step, self.newest, saved=saved, seconds=max(ranks, default=None))
@@ -181,7 +181,7 @@ def _save_together(
         if not accelerator.is_main_process:
             return None
         described = {"kind": KIND, "format": FORMAT, "step": step, "facts": facts}
-        commit = committing(folder, listed=entries, shared=False, **described)
+        commit = atomic_folder(folder, listed=entries, shared=False, **described)
         return str(undo.enter_context(commit))
 
     def see_draft() -> None:
