@@ -32,7 +32,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.logging import disable_progress_bar
 
 from toolkit.engines import pipeline
-from toolkit.engines.backend import backend_of, prepare
+from toolkit.engines.backend import backend_of, wrap
 from toolkit.engines.tensor_parallel import SOUND_SHARDS, claim_mesh
 from toolkit.errors import UsageError
 from toolkit.measuring.attestation import gather_objects
@@ -326,7 +326,7 @@ def prepared(folder: str, strategy: Strategy, *, micro_batches: int) -> tuple[An
     )
     optimizer = torch.optim.AdamW(model.parameters())
     loader: Any = DataLoader([*range(8)])  # pyright: ignore[reportArgumentType]: a list will do
-    model, _, _ = prepare(accelerator, trainable(model), optimizer, loader)
+    model, _, _ = wrap(accelerator, trainable(model), optimizer, loader)
     return accelerator, model
 
 

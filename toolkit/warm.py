@@ -53,8 +53,8 @@ IMPORTED: Final = (
     "peft",
     "datasets",
     "toolkit.training.run",
-    "toolkit.training.prepare",
-    "toolkit.training.preparing",
+    "toolkit.training.preflight",
+    "toolkit.training.preflight_process",
     "toolkit.measuring.script_attestation",
 )
 

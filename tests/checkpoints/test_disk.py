@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from toolkit.checkpoints.disk import in_words, room_missing
+from toolkit.checkpoints.atomic_folder import room_missing, save_failure
 from toolkit.engines.fsdp_shards import write_shards
 
 
@@ -45,7 +45,7 @@ def test_whoever_writes_a_full_disk_is_named(tmp_path, one_rank, writer):
     # Each writer has a type of its own.
     with pytest.raises(Exception) as error, small_files():  # noqa: PT011
         WRITERS[writer](tmp_path)
-    words = in_words(error.value, tmp_path)
+    words = save_failure(error.value, tmp_path)
     assert words.startswith(f"no space left on the disk of {tmp_path}, or a limit on the size of")
     assert "Make room and resume from the last checkpoint" in words
 
@@ -78,12 +78,12 @@ def test_a_rank_on_a_full_disk_ends_with_one_line_and_no_traceback(
 def test_a_full_disk_behind_another_error_is_named(tmp_path, number):
     error = RuntimeError("Saving failed")
     error.__cause__ = OSError(number, "any words")
-    assert "no space left" in in_words(error, tmp_path)
+    assert "no space left" in save_failure(error, tmp_path)
 
 
 def test_another_error_keeps_its_words(tmp_path):
     error = PermissionError(errno.EACCES, "Permission denied", "file")
-    assert in_words(error, tmp_path) == "PermissionError: [Errno 13] Permission denied: 'file'"
+    assert save_failure(error, tmp_path) == "PermissionError: [Errno 13] Permission denied: 'file'"
 
 
 def test_room_is_asked_of_the_file_system_that_the_folder_will_be_on(tmp_path):

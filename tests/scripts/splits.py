@@ -18,9 +18,9 @@ from forked_ranks import become_a_rank
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from toolkit.engines.backend import backend_of, prepare
-from toolkit.engines.prepared import rows_of_rank
+from toolkit.engines.backend import backend_of, wrap
 from toolkit.engines.tensor_parallel import claim_mesh
+from toolkit.engines.wrapped import rows_of_rank
 from toolkit.measuring.order_check import wrong_shares
 from toolkit.strategies import STRATEGIES
 
@@ -39,7 +39,7 @@ def train(case, folder, strategy, ranks):
     )
     loader = DataLoader(list(range(8)), batch_size=2)
     optimizer = split_cases.optimizer_for(model)
-    model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
+    model, optimizer, loader = wrap(accelerator, model, optimizer, loader)
     backend = backend_of(model)
     readers, reader = backend.data_parallel_size(), backend.data_parallel_rank()
     kept = {"losses": [], "norms": [], "gradients": [], "rows": torch.cat(list(loader)).tolist()}
@@ -76,9 +76,12 @@ def train(case, folder, strategy, ranks):
     kept["parts"] = {
         name: wrong_shares(rows_of_rank(accelerator, DataLoader([*range(8)]), **part), reader)
         for name, part in {
-            "as they should": {"readers": readers, "reader": reader},
-            "one each": {"readers": ranks, "reader": accelerator.process_index},
-            "all the first": {"readers": max(2, readers), "reader": 0},
+            "as they should": {"data_parallel_size": readers, "data_parallel_rank": reader},
+            "one each": {
+                "data_parallel_size": ranks,
+                "data_parallel_rank": accelerator.process_index,
+            },
+            "all the first": {"data_parallel_size": max(2, readers), "data_parallel_rank": 0},
         }.items()
     }
     kept["held"] = sum(tensor.numel() for tensor in backend.parameters_held())

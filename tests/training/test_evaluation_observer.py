@@ -7,7 +7,7 @@ from small_models import tiny_llama
 
 from toolkit.data.sampling_order import Collator
 from toolkit.data.tokenizer import load_tokenizer
-from toolkit.engines.prepared import Prepared
+from toolkit.engines.wrapped import Wrapped
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import get_strategy
@@ -46,7 +46,7 @@ def run(cache, capsys):
             recorder=recorder,
             checkpoint=checkpoint,
         )
-        engine = Prepared(
+        engine = Wrapped(
             accelerator=accelerator,
             model=model,
             optimizer=None,

@@ -27,7 +27,7 @@ from toolkit.configs.proven_models import PROVEN_MODELS
 from toolkit.errors import UsageError
 from toolkit.training.model import build_model, model_facts
 from toolkit.training.model_checks import check_loadable
-from toolkit.training.preparing import main
+from toolkit.training.preflight_process import main
 
 BERT = {
     "vocab_size": 64,

@@ -7,6 +7,9 @@ that died in between.
 
 Only files that a manifest of the toolkit lists are ever deleted, and no link is followed. Any other
 entry that is in the way is renamed, with a message (`keep_aside`).
+
+Room on the disk is checked before a save (`room_missing`), and named when it runs out in the middle
+of one (`save_failure`).
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from typing import Any, Final
 
 import psutil
 
-from toolkit.errors import UsageError
+from toolkit.errors import UsageError, is_full_disk
 from toolkit.launching.ranks import say
 from toolkit.records.manifests import (
     DRAFT_MARK,
@@ -318,3 +321,45 @@ def _aside(folder: Path) -> Path:
 def _free_name(path: Path, pattern: str) -> Path:
     names = (path.with_name(pattern.format(number)) for number in itertools.count(1))
     return next(name for name in names if not os.path.lexists(name))
+
+
+ADVICE: Final = (
+    "Make room and resume from the last checkpoint, or pass --output_dir on another disk."
+)
+
+
+def room_missing(folder: Path, needed: int) -> str | None:
+    """Return a sentence if a save of `needed` bytes or more does not fit on its disk, else None.
+
+    The folder need not be there yet.
+    """
+    free = _free_bytes(folder)
+    if free is None or free >= needed:
+        return None
+    return (
+        f"no space left on the disk of {folder}: the save takes {_gib(needed)} or more, and "
+        f"{_gib(free)} are free. {ADVICE}"
+    )
+
+
+def save_failure(error: BaseException, folder: Path) -> str:
+    """Return the sentence of a failed save, which names a full disk if that was the cause."""
+    text = f"{type(error).__name__}: {error}"
+    if not is_full_disk(error):
+        return text
+    free = _free_bytes(folder)
+    left = "" if free is None else f", {_gib(free)} are free"
+    return (
+        f"no space left on the disk of {folder}, or a limit on the size of its files{left} "
+        f"({' '.join(text.split())[:200]}). {ADVICE}"
+    )
+
+
+def _free_bytes(folder: Path) -> int | None:
+    """Return the bytes free to this user; None on file systems that do not tell."""
+    usage = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))
+    return usage.free if usage.total else None
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -11,19 +11,19 @@ from typing import Any, Final
 
 from toolkit.checkpoints.folders import KIND, checkpoints_in, shares, step_of, tidy
 from toolkit.checkpoints.resume_request import ResumeRequest
-from toolkit.engines.prepared import world_rank
+from toolkit.engines.wrapped import world_rank
 from toolkit.errors import UsageError
 from toolkit.launching.ranks import rank
 from toolkit.measuring.attestation import gather_objects
 from toolkit.records.manifests import MANIFEST, Damaged, check_file, read_manifest
 
 RANKS: Final = "num_processes"
-READERS: Final = "data_parallel_size"
+DATA_PARALLEL_SIZE: Final = "data_parallel_size"
 """Facts on the number of ranks, and on the number of those that read rows of their own."""
 
 WORDS: Final = {
     RANKS: "world size",
-    READERS: "number of ranks that read rows of their own",
+    DATA_PARALLEL_SIZE: "number of ranks that read rows of their own",
     "per_device_train_batch_size": "--per_device_train_batch_size",
     "gradient_accumulation_steps": "--gradient_accumulation_steps",
     "data_hash": "hash of the data's tokens",
@@ -151,9 +151,9 @@ def _ranks_of(manifest: Mapping[str, Any]) -> int:
 def _facts_of(manifest: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's facts; older ones have the ranks that read rows as the world size."""
     facts = manifest["facts"]
-    if READERS in facts or READERS not in now:
+    if DATA_PARALLEL_SIZE in facts or DATA_PARALLEL_SIZE not in now:
         return facts
-    return facts | {READERS: facts.get(RANKS), RANKS: _ranks_of(manifest)}
+    return facts | {DATA_PARALLEL_SIZE: facts.get(RANKS), RANKS: _ranks_of(manifest)}
 
 
 def differences(
@@ -171,8 +171,8 @@ def differences(
     absent = "not told"
     if saved.get(RANKS) != now.get(RANKS):
         # One of the two numbers follows from the other.
-        same_readers = any_ranks and saved.get(READERS) == now.get(READERS)
-        left_out = RANKS if same_readers else READERS
+        same_rows_read = any_ranks and saved.get(DATA_PARALLEL_SIZE) == now.get(DATA_PARALLEL_SIZE)
+        left_out = RANKS if same_rows_read else DATA_PARALLEL_SIZE
         saved, now = ({k: v for k, v in facts.items() if k != left_out} for facts in (saved, now))
     return [
         f"{WORDS.get(name, name)} is {saved.get(name, absent)} in the {source} and "

@@ -12,13 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypedDict
 
-from toolkit.checkpoints.atomic_folder import atomic_folder
-from toolkit.checkpoints.disk import in_words, room_missing
+from toolkit.checkpoints.atomic_folder import atomic_folder, room_missing, save_failure
 from toolkit.checkpoints.folders import KIND, checkpoint_folder, rotate, shares
 from toolkit.checkpoints.preemption import Preempted, Preemption
 from toolkit.checkpoints.states import write_own
 from toolkit.engines.backend import backend_of
-from toolkit.engines.prepared import Prepared
+from toolkit.engines.wrapped import Wrapped
 from toolkit.errors import SaveError, UsageError
 from toolkit.launching.ranks import say
 from toolkit.measuring.attestation import gather_objects
@@ -54,14 +53,14 @@ class CheckpointSaver:
     newest: Path | None = None
     """The last checkpoint that this run saved, or the one that it resumed from."""
 
-    def prepared(self, prepared: Prepared) -> None:
+    def prepared(self, wrapped: Wrapped) -> None:
         """Note the wrapped objects of the loop, where a saver is one of the observers."""
-        self._prepared = prepared
+        self._wrapped = wrapped
 
     def step_done(self, step: int) -> None:
         """Save after a step of the loop that is due, and leave where that was asked for."""
         if self.due(step):
-            self.save(self._prepared, step)
+            self.save(self._wrapped, step)
             self.leave_if_requested(step)
 
     def due(self, step: int) -> bool:
@@ -76,7 +75,7 @@ class CheckpointSaver:
 
     def save(
         self,
-        prepared: Prepared,
+        wrapped: Wrapped,
         step: int,
         *,
         output_dir: Path | None = None,
@@ -96,7 +95,7 @@ class CheckpointSaver:
                 that are not finite.
         """
         with self.recorder.aside():
-            self.recorder.check_before_save(prepared.model)
+            self.recorder.check_before_save(wrapped.model)
         if self.recorder.has_bad_step():
             return None
         folder = checkpoint_folder(output_dir or self.output_dir, step)
@@ -105,10 +104,10 @@ class CheckpointSaver:
             losses = self.recorder.all_losses()
             if losses is not None:
                 writers.append(partial(_write_losses, losses))
-            require_finite(prepared.model, folder)
+            require_finite(wrapped.model, folder)
             begun = time.monotonic()
-            _save_together(folder, prepared, step=step, facts=self.facts, writers=writers)
-            if prepared.accelerator.is_main_process:
+            _save_together(folder, wrapped, step=step, facts=self.facts, writers=writers)
+            if wrapped.accelerator.is_main_process:
                 say(f"saved {folder} in {time.monotonic() - begun:.1f} s")
                 rotate(folder.parent, folder, limit=self.limit, keep=keep)
         self.newest = folder
@@ -158,7 +157,7 @@ def steps_between(args: Any, *, steps: int, rows: int, global_batch: int) -> int
 
 def _save_together(
     folder: Path,
-    prepared: Prepared,
+    wrapped: Wrapped,
     *,
     step: int,
     facts: dict[str, Any],
@@ -174,7 +173,7 @@ def _save_together(
         SaveError: on every rank, when it does not fit on the disk or any could not write its part;
             `folder` is as it was.
     """
-    accelerator, backend = prepared.accelerator, backend_of(prepared.model)
+    accelerator, backend = wrapped.accelerator, backend_of(wrapped.model)
     entries: dict[str, dict[str, Any]] = {}
 
     def open_draft() -> str | None:
@@ -191,7 +190,7 @@ def _save_together(
             )
 
     def write_parts() -> None:
-        write_own(draft, prepared)
+        write_own(draft, wrapped)
         for write in writers if accelerator.is_main_process else ():
             write(draft)
 
@@ -200,7 +199,7 @@ def _save_together(
         names = shares(sizes, ranks=accelerator.num_processes)[accelerator.process_index]
         return {name: entry(draft, name) for name in names}
 
-    needed = sum(gather_objects(backend.checkpoint_bytes(prepared)))
+    needed = sum(gather_objects(backend.checkpoint_bytes(wrapped)))
     missing = _on_every_rank(folder, lambda: room_missing(folder, needed))[0]  # rank 0 looked
     if missing is not None:
         raise SaveError(f"{folder} was not saved: {missing}")
@@ -208,14 +207,16 @@ def _save_together(
         draft = Path(_on_every_rank(folder, open_draft)[0])
         _on_every_rank(folder, see_draft)
         try:
-            backend.write_together(draft, prepared, step=step)
+            backend.write_together(draft, wrapped, step=step)
         except UsageError:
             raise
         except Exception as error:  # other ranks may be stuck in theirs, and could not be told
             # Rank 0 may have removed the draft while this rank wrote into it.
             shutil.rmtree(draft, ignore_errors=True)
             who = f"rank {accelerator.process_index}"
-            raise SaveError(f"{folder} was not saved. {who}: {in_words(error, folder)}") from error
+            raise SaveError(
+                f"{folder} was not saved. {who}: {save_failure(error, folder)}"
+            ) from error
         _on_every_rank(folder, write_parts)
         for of_rank in _on_every_rank(folder, entries_of_share):
             entries |= of_rank
@@ -233,7 +234,7 @@ def _on_every_rank(folder: Path, act: Callable[[], Any]) -> list[Any]:
     try:
         value = act()
     except Exception as failure:  # the other ranks wait: they must hear of any error
-        error = in_words(failure, folder)
+        error = save_failure(failure, folder)
     values, errors = zip(*gather_objects((value, error)), strict=True)
     failures = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
     if failures:

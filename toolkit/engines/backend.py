@@ -85,20 +85,20 @@ def spec_of(strategy: Strategy, num_processes: int) -> BackendSpec:
             refuse_backend(strategy.backend, strategy, "A rank")
 
 
-def prepare(
+def wrap(
     accelerator: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: Any
 ) -> tuple[Any, Any, Any]:
     """Return model, optimizer and data loader, ready to be trained with by every rank."""
     if pipeline.is_requested(model):
-        return pipeline.prepare(accelerator, model, optimizer, loader)
+        return pipeline.wrap(accelerator, model, optimizer, loader)
     if parameter_server.is_requested(model):
-        return parameter_server.prepare(accelerator, model, optimizer, loader)
+        return parameter_server.wrap(accelerator, model, optimizer, loader)
     if tensor_parallel.group_size(model) > 1:
-        return tensor_parallel.prepare(accelerator, model, optimizer, loader)
+        return tensor_parallel.wrap(accelerator, model, optimizer, loader)
     if context.is_requested(accelerator):
-        return context.prepare(accelerator, model, optimizer, loader)
+        return context.wrap(accelerator, model, optimizer, loader)
     if ulysses.is_requested(accelerator):
-        return ulysses.prepare(accelerator, model, optimizer, loader)
+        return ulysses.wrap(accelerator, model, optimizer, loader)
     return accelerator.prepare(model, optimizer, loader)
 
 

@@ -18,7 +18,6 @@ import torch
 
 from toolkit.engines.hooks import Undo, nothing
 from toolkit.engines.optimizers import optimizer_of, pending_scale, states_held, watch_optimizer
-from toolkit.engines.prepared import Prepared, world_rank, world_size
 from toolkit.engines.tensors import (
     copies_of,
     first_row,
@@ -35,6 +34,7 @@ from toolkit.engines.tensors import (
     storage_bytes,
     sum_of_squares,
 )
+from toolkit.engines.wrapped import Wrapped, world_rank, world_size
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -389,24 +389,24 @@ class Backend(ABC):
 
     # Checkpoints
 
-    def checkpoint_bytes(self, prepared: Prepared) -> int:
+    def checkpoint_bytes(self, wrapped: Wrapped) -> int:
         """Return the least bytes on the disk for this rank's part of a checkpoint."""
         trained = (local(p.detach()) for p in self._model.parameters() if p.requires_grad)
-        return storage_bytes([*states_held(prepared.optimizer), *trained]) // self.replicas()
+        return storage_bytes([*states_held(wrapped.optimizer), *trained]) // self.replicas()
 
-    def write_together(self, folder: Path, prepared: Prepared, *, step: int) -> None:  # noqa: B027
+    def write_together(self, folder: Path, wrapped: Wrapped, *, step: int) -> None:  # noqa: B027
         """Write the part of a checkpoint that all ranks write together; a collective."""
 
-    def write_alone(self, folder: Path, prepared: Prepared) -> None:  # noqa: B027
+    def write_alone(self, folder: Path, wrapped: Wrapped) -> None:  # noqa: B027
         """Write the part of a checkpoint that this rank writes by itself."""
 
     @abstractmethod
-    def read(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+    def read(self, folder: Path, wrapped: Wrapped, *, step: int) -> None:
         """Read model and optimizer of a checkpoint; a collective, before the first step."""
 
-    def read_model(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+    def read_model(self, folder: Path, wrapped: Wrapped, *, step: int) -> None:
         """Read the model of a checkpoint when training is over; a collective."""
-        self.read(folder, prepared, step=step)
+        self.read(folder, wrapped, step=step)
 
     def extra_state(self) -> dict[str, Any] | None:
         """Return states that the engine's own files lack, for this rank's file; None for none."""

@@ -15,8 +15,8 @@ import torch
 
 from toolkit.engines.fsdp2 import FSDP2
 from toolkit.engines.on_cpu import register_ring
-from toolkit.engines.prepared import rows_of_rank, world_rank, world_size
 from toolkit.engines.rows import Batch, rows_to_split
+from toolkit.engines.wrapped import rows_of_rank, world_rank, world_size
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -82,7 +82,7 @@ class Context(FSDP2):
         return loss * self._size
 
 
-def prepare(
+def wrap(
     accelerator: Accelerator, model: Any, optimizer: torch.optim.Optimizer, loader: Any
 ) -> tuple[Any, Any, Any]:
     """Prepare a model and its rows for training, as `Accelerator.prepare` does for others."""
@@ -95,7 +95,7 @@ def prepare(
     rows = rows_of_rank(
         accelerator,
         loader,
-        readers=backend.data_parallel_size(),
-        reader=backend.data_parallel_rank(),
+        data_parallel_size=backend.data_parallel_size(),
+        data_parallel_rank=backend.data_parallel_rank(),
     )
     return wrapped, optimizer, rows

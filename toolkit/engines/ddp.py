@@ -15,8 +15,8 @@ from torch.nn.parallel.distributed import _find_tensors
 from toolkit.engines.base import Backend, BackendSpec
 from toolkit.engines.masters import masters_of
 from toolkit.engines.optimizers import optimizer_of
-from toolkit.engines.prepared import Prepared, amp_precision, split_by, world_size
 from toolkit.engines.tensors import is_spread, state_tensors
+from toolkit.engines.wrapped import Wrapped, amp_precision, split_by, world_size
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -121,37 +121,37 @@ class Replicated(Backend):
 
     # Checkpoints: rank 0 writes model and optimizer whole
 
-    def checkpoint_bytes(self, prepared: Prepared) -> int:
-        if not prepared.accelerator.is_main_process:
+    def checkpoint_bytes(self, wrapped: Wrapped) -> int:
+        if not wrapped.accelerator.is_main_process:
             return 0
-        return super().checkpoint_bytes(prepared)
+        return super().checkpoint_bytes(wrapped)
 
-    def write_alone(self, folder: Path, prepared: Prepared) -> None:
-        if not prepared.accelerator.is_main_process:
+    def write_alone(self, folder: Path, wrapped: Wrapped) -> None:
+        if not wrapped.accelerator.is_main_process:
             return
-        model = prepared.unwrapped
-        if prepared.trains_adapters_alone:
+        model = wrapped.unwrapped
+        if wrapped.trains_adapters_alone:
             held = state_tensors(model, trained_only=True)
             contiguous = {name: tensor.contiguous() for name, tensor in held.items()}
             save_file(contiguous, folder / WEIGHTS)
         else:
             save_model(model, str(folder / WEIGHTS), metadata={"format": "pt"})
-        torch.save(optimizer_of(prepared.optimizer).state_dict(), folder / OPTIMIZER)
+        torch.save(optimizer_of(wrapped.optimizer).state_dict(), folder / OPTIMIZER)
 
-    def read(self, folder: Path, prepared: Prepared, *, step: int) -> None:
-        self._read_weights(folder, prepared)
+    def read(self, folder: Path, wrapped: Wrapped, *, step: int) -> None:
+        self._read_weights(folder, wrapped)
         states = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
-        optimizer_of(prepared.optimizer).load_state_dict(states)
+        optimizer_of(wrapped.optimizer).load_state_dict(states)
 
-    def read_model(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+    def read_model(self, folder: Path, wrapped: Wrapped, *, step: int) -> None:
         if any(True for _ in self.masters_held()):  # they are in the optimizer's file
-            self.read(folder, prepared, step=step)
+            self.read(folder, wrapped, step=step)
         else:
-            self._read_weights(folder, prepared)
+            self._read_weights(folder, wrapped)
 
-    def _read_weights(self, folder: Path, prepared: Prepared) -> None:
-        model = prepared.unwrapped
-        if not prepared.trains_adapters_alone:
+    def _read_weights(self, folder: Path, wrapped: Wrapped) -> None:
+        model = wrapped.unwrapped
+        if not wrapped.trains_adapters_alone:
             load_model(model, folder / WEIGHTS)
             return
         saved = load_file(folder / WEIGHTS)

@@ -21,7 +21,6 @@ from toolkit.engines.deepspeed_gaps import count_again, restore_swapped, swapped
 from toolkit.engines.fsdp_shards import GETATTR, member_of
 from toolkit.engines.hooks import Undo, replace_method, wrap_method
 from toolkit.engines.optimizers import optimizer_of, states_held
-from toolkit.engines.prepared import Prepared, split_by, world_size
 from toolkit.engines.tensors import (
     has_rows,
     heaviest_row,
@@ -32,6 +31,7 @@ from toolkit.engines.tensors import (
     sum_of_squares,
     tensors_in,
 )
+from toolkit.engines.wrapped import Wrapped, split_by, world_size
 from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -341,23 +341,23 @@ class DeepSpeed(Backend):
 
     # Checkpoints: the engine's own files
 
-    def checkpoint_bytes(self, prepared: Prepared) -> int:
-        return storage_bytes([*states_held(prepared.optimizer), *self.masters_held()])
+    def checkpoint_bytes(self, wrapped: Wrapped) -> int:
+        return storage_bytes([*states_held(wrapped.optimizer), *self.masters_held()])
 
-    def write_together(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+    def write_together(self, folder: Path, wrapped: Wrapped, *, step: int) -> None:
         self._model.save_checkpoint(
             str(folder),
             tag=engine_tag(step),
-            exclude_frozen_parameters=prepared.trains_adapters_alone,
+            exclude_frozen_parameters=wrapped.trains_adapters_alone,
         )
 
-    def read(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+    def read(self, folder: Path, wrapped: Wrapped, *, step: int) -> None:
         # With a tag: without one, DeepSpeed starts from the beginning if `latest` is missing.
         with reads_without_code(self._model.checkpoint_engine):
             path, _ = self._model.load_checkpoint(
                 str(folder),
                 tag=engine_tag(step),
-                load_module_strict=not prepared.trains_adapters_alone,
+                load_module_strict=not wrapped.trains_adapters_alone,
             )
         if path is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint of its own in {folder}")

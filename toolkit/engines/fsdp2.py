@@ -12,8 +12,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from toolkit.engines.base import Backend, BackendSpec
 from toolkit.engines.optimizers import optimizer_of
-from toolkit.engines.prepared import Prepared, amp_precision, split_by
 from toolkit.engines.tensors import is_spread, local, put_part, state_tensors, tensors_in
+from toolkit.engines.wrapped import Wrapped, amp_precision, split_by
 from toolkit.strategies import Strategy
 
 if TYPE_CHECKING:
@@ -160,29 +160,29 @@ class FSDP2(Backend):
 
     # torch.distributed.checkpoint takes 0.05 s to import: only where it is needed.
 
-    def write_together(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+    def write_together(self, folder: Path, wrapped: Wrapped, *, step: int) -> None:
         from toolkit.engines.fsdp_shards import write_shards
 
-        write_shards(folder / SHARDS, self._states(prepared))
+        write_shards(folder / SHARDS, self._states(wrapped))
 
-    def read(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+    def read(self, folder: Path, wrapped: Wrapped, *, step: int) -> None:
         from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
         from toolkit.engines.fsdp_shards import read_shards
 
-        states = self._states(prepared)
+        states = self._states(wrapped)
         read_shards(folder / SHARDS, states)
         set_optimizer_state_dict(
-            self._model, optimizer_of(prepared.optimizer), optim_state_dict=states["optimizer"]
+            self._model, optimizer_of(wrapped.optimizer), optim_state_dict=states["optimizer"]
         )
 
-    def _states(self, prepared: Prepared) -> dict[str, Any]:
+    def _states(self, wrapped: Wrapped) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-        trained_only = prepared.trains_adapters_alone
+        trained_only = wrapped.trains_adapters_alone
         return {
             "model": state_tensors(self._model, trained_only=trained_only),
-            "optimizer": get_optimizer_state_dict(self._model, optimizer_of(prepared.optimizer)),
+            "optimizer": get_optimizer_state_dict(self._model, optimizer_of(wrapped.optimizer)),
         }
 
 

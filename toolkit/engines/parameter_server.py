@@ -23,8 +23,8 @@ from toolkit.engines.base import Backend, BackendSpec, Parameter, Within
 from toolkit.engines.ddp import OPTIMIZER, Replicated
 from toolkit.engines.hooks import Undo, wrap_method
 from toolkit.engines.optimizers import optimizer_of
-from toolkit.engines.prepared import Prepared, keep_mesh_from_accelerate, world_rank, world_size
 from toolkit.engines.tensors import named_parameters, storage_bytes
+from toolkit.engines.wrapped import Wrapped, keep_mesh_from_accelerate, world_rank, world_size
 from toolkit.records.fields import ServerExchange
 
 if TYPE_CHECKING:
@@ -44,13 +44,13 @@ _EXCHANGE = "_toolkit_server_exchange"
 
 
 def ask_for(model: Any) -> None:
-    """Have `prepare` train a model with a parameter server."""
+    """Have `wrap` train a model with a parameter server."""
     keep_mesh_from_accelerate()
     setattr(model, _ASKED, True)
 
 
 def is_requested(model: Any) -> bool:
-    """Whether `prepare` is to train a model with a parameter server."""
+    """Whether `wrap` is to train a model with a parameter server."""
     return hasattr(model, _ASKED)
 
 
@@ -59,7 +59,7 @@ def has_server(model: Any) -> bool:
     return hasattr(model, _EXCHANGE)
 
 
-def prepare(
+def wrap(
     accelerator: Accelerator, model: Any, optimizer: torch.optim.Optimizer, loader: Any
 ) -> tuple[Any, Any, Any]:
     """Prepare a model for training; its optimizer steps on the server alone."""
@@ -240,8 +240,8 @@ class ParameterServer(Replicated):
 
     # Checkpoints: rank 0 writes model and optimizer whole
 
-    def read(self, folder: Path, prepared: Prepared, *, step: int) -> None:
-        self.read_model(folder, prepared, step=step)
+    def read(self, folder: Path, wrapped: Wrapped, *, step: int) -> None:
+        self.read_model(folder, wrapped, step=step)
         if self._exchange.is_server:
             states = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
-            optimizer_of(prepared.optimizer).load_state_dict(states)
+            optimizer_of(wrapped.optimizer).load_state_dict(states)

@@ -27,14 +27,6 @@ from toolkit.engines.base import Backend, BackendSpec, Parameter, Within
 from toolkit.engines.hooks import Undo, wrap_method
 from toolkit.engines.optimizers import optimizer_of
 from toolkit.engines.pipelining.running import MESH, Pipeline
-from toolkit.engines.prepared import (
-    Prepared,
-    amp_precision,
-    keep_mesh_from_accelerate,
-    rows_of_rank,
-    split_by,
-    world_size,
-)
 from toolkit.engines.tensor_parallel import group_by_mesh, ranks_along
 from toolkit.engines.tensors import (
     gathered,
@@ -43,6 +35,14 @@ from toolkit.engines.tensors import (
     put_part,
     shard_of,
     sum_of_squares,
+)
+from toolkit.engines.wrapped import (
+    Wrapped,
+    amp_precision,
+    keep_mesh_from_accelerate,
+    rows_of_rank,
+    split_by,
+    world_size,
 )
 from toolkit.planning.schedules import bubble, counted_slots, schedule_of
 from toolkit.planning.stages import Balance
@@ -97,13 +97,13 @@ def _in_words(sizes: Mapping[str, int]) -> str:
 
 
 def ask_for(model: Any, request: PipelineRequest) -> None:
-    """Have `prepare` cut a whole model into stages."""
+    """Have `wrap` cut a whole model into stages."""
     keep_mesh_from_accelerate()
     setattr(model, _ASKED, request)
 
 
 def is_requested(model: Any) -> bool:
-    """Whether `prepare` is to cut a model into stages."""
+    """Whether `wrap` is to cut a model into stages."""
     return hasattr(model, _ASKED)
 
 
@@ -112,7 +112,7 @@ def is_cut(model: Any) -> bool:
     return hasattr(model, _RUNNING)
 
 
-def prepare(
+def wrap(
     accelerator: Accelerator, model: Any, optimizer: torch.optim.Optimizer, loader: Any
 ) -> tuple[Any, Any, Any]:
     """Cut a model into stages and prepare this rank's for training."""
@@ -137,7 +137,10 @@ def prepare(
     setattr(model, _GROUPS, _names_by_part(optimizer, parts_of, groups, held))
     vars(accelerator)["clip_grad_norm_"] = lambda _, limit: pipeline.clip(limit)
     rows = rows_of_rank(
-        accelerator, loader, readers=pipeline.size("data"), reader=pipeline.place("data")
+        accelerator,
+        loader,
+        data_parallel_size=pipeline.size("data"),
+        data_parallel_rank=pipeline.place("data"),
     )
     return model, accelerator.prepare_optimizer(optimizer), rows
 
@@ -322,15 +325,15 @@ class Pipelined(Backend):
 
     # Checkpoints: each rank of the first pipeline writes its part of its stages
 
-    def checkpoint_bytes(self, prepared: Prepared) -> int:
-        return 0 if self.data_parallel_rank() else super().checkpoint_bytes(prepared)
+    def checkpoint_bytes(self, wrapped: Wrapped) -> int:
+        return 0 if self.data_parallel_rank() else super().checkpoint_bytes(wrapped)
 
-    def write_alone(self, folder: Path, prepared: Prepared) -> None:
+    def write_alone(self, folder: Path, wrapped: Wrapped) -> None:
         if self.data_parallel_rank():
             return
         numbers = {name: local(p.detach()).contiguous() for name, p in self._named()}
         save_file(numbers, folder / self._file("stage", "safetensors"))
-        states = optimizer_of(prepared.optimizer).state_dict()
+        states = optimizer_of(wrapped.optimizer).state_dict()
         states["state"] = {
             number: {name: local(value) for name, value in state.items()}
             for number, state in states["state"].items()
@@ -341,11 +344,11 @@ class Pipelined(Backend):
         at = self._pipeline.rank * self._pipeline.size("tensor") + self._pipeline.place("tensor")
         return f"{content}-{at}.{suffix}"
 
-    def read(self, folder: Path, prepared: Prepared, *, step: int) -> None:
-        self.read_model(folder, prepared, step=step)
+    def read(self, folder: Path, wrapped: Wrapped, *, step: int) -> None:
+        self.read_model(folder, wrapped, step=step)
         file = folder / self._file("optimizer", "pt")
         states = torch.load(file, map_location="cpu", weights_only=True)
-        optimizer = optimizer_of(prepared.optimizer)
+        optimizer = optimizer_of(wrapped.optimizer)
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         states["state"] = {
             number: {name: like_part(value, stepped[number]) for name, value in state.items()}
@@ -354,7 +357,7 @@ class Pipelined(Backend):
         optimizer.load_state_dict(states)
 
     @torch.no_grad()
-    def read_model(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+    def read_model(self, folder: Path, wrapped: Wrapped, *, step: int) -> None:
         file = folder / self._file("stage", "safetensors")
         saved, held = load_file(file), dict(self._named())
         if saved.keys() != held.keys():

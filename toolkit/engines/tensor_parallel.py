@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.engines.base import BackendSpec
 from toolkit.engines.fsdp2 import FSDP2
-from toolkit.engines.prepared import (
+from toolkit.engines.tensors import copies_of, is_spread, local
+from toolkit.engines.wrapped import (
     amp_precision,
     keep_mesh_from_accelerate,
     rows_of_rank,
@@ -33,7 +34,6 @@ from toolkit.engines.prepared import (
     world_rank,
     world_size,
 )
-from toolkit.engines.tensors import copies_of, is_spread, local
 from toolkit.strategies import Strategy
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class TensorParallel(FSDP2):
         return world_rank() // group_size(self._model)
 
 
-def prepare(
+def wrap(
     accelerator: Accelerator, model: Any, optimizer: torch.optim.Optimizer, loader: Any
 ) -> tuple[Any, Any, Any]:
     """Prepare a split model for training, as `Accelerator.prepare` does for other models."""
@@ -154,8 +154,8 @@ def prepare(
     rows = rows_of_rank(
         accelerator,
         loader,
-        readers=backend.data_parallel_size(),
-        reader=backend.data_parallel_rank(),
+        data_parallel_size=backend.data_parallel_size(),
+        data_parallel_rank=backend.data_parallel_rank(),
     )
     return wrapped, accelerator.prepare_optimizer(optimizer), rows
 

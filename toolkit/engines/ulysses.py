@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from toolkit.engines.deepspeed import DeepSpeed
-from toolkit.engines.prepared import rows_of_rank, world_rank, world_size
 from toolkit.engines.rows import Batch, rows_to_split
+from toolkit.engines.wrapped import rows_of_rank, world_rank, world_size
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -124,7 +124,7 @@ class Ulysses(DeepSpeed):
             _register(self._model, before)
 
 
-def prepare(
+def wrap(
     accelerator: Accelerator, model: Any, optimizer: torch.optim.Optimizer, loader: Any
 ) -> tuple[Any, Any, Any]:
     """Prepare a model and its rows for training, as `Accelerator.prepare` does for others."""
@@ -138,8 +138,8 @@ def prepare(
     rows = rows_of_rank(
         accelerator,
         loader,
-        readers=backend.data_parallel_size(),
-        reader=backend.data_parallel_rank(),
+        data_parallel_size=backend.data_parallel_size(),
+        data_parallel_rank=backend.data_parallel_rank(),
     )
     return engine, optimizer, rows
 

@@ -68,7 +68,7 @@ class ModelReport:
     """A prepared or wrapped model, as one rank trained it."""
 
     name: str
-    reader: int
+    data_parallel_rank: int
     """Index of this rank among those that read rows of their own."""
 
     at_start: dict[str, int] | None
@@ -274,11 +274,11 @@ def _other_starts(reports: Sequence[Report]) -> Iterator[str]:
 
 def _equal_rows(reports: Sequence[Report]) -> Iterator[str]:
     for models in _models(reports):
-        readers = {model.reader: model for model in models}
+        by_data_rank = {model.data_parallel_rank: model for model in models}
         common = min(len(model.rows) for model in models)
         rows = {tuple(model.rows[:common]) for model in models}
         # Rows that are all alike tell nothing.
-        if len(readers) < 2 or not common or len(rows) > 1 or models[0].different_rows < 2:
+        if len(by_data_rank) < 2 or not common or len(rows) > 1 or models[0].different_rows < 2:
             continue
         yield (
             f"all ranks read equal rows, in each of {_times(common, 'forward')} of "

@@ -319,7 +319,7 @@ class EvidenceKeeper:
         unknown = [None] * len(step.read)
         ids = step.sample_ids if len(step.sample_ids) == len(unknown) else unknown
         return {
-            "reader": self._backend.data_parallel_rank(),
+            "data_parallel_rank": self._backend.data_parallel_rank(),
             "read": [
                 read.described(row_ids, scale=step.scale)
                 for read, row_ids in zip(step.read, ids, strict=True)
@@ -354,7 +354,7 @@ class EvidenceKeeper:
                 "num_processes": len(ranks),
                 "step": self._number,
                 "given": self._weights is not None,
-                "ranks": _of_readers(ranks),
+                "ranks": _with_distinct_rows(ranks),
                 "gradient_norm": step.gradient_norm,
                 "gradients_agree": None if apart else _agree(ranks, "gradients_digest"),
                 "weights_agree": None if self._sharded else _agree(ranks, "weights_digest"),
@@ -368,20 +368,20 @@ class EvidenceKeeper:
         )
 
 
-def _of_readers(ranks: list[dict[str, Any]]) -> list[list[MicroBatch]]:
+def _with_distinct_rows(ranks: list[dict[str, Any]]) -> list[list[MicroBatch]]:
     """Return the micro-batches of each rank that reads rows of its own.
 
     Of ranks that share layers, the first that saw a loss; all of them if they read other rows.
     """
     groups: dict[int, list[list[MicroBatch]]] = {}
     for rank in ranks:
-        groups.setdefault(rank["reader"], []).append(rank["read"])
-    readers: list[list[MicroBatch]] = []
+        groups.setdefault(rank["data_parallel_rank"], []).append(rank["read"])
+    distinct: list[list[MicroBatch]] = []
     for group in groups.values():
         saw = [read for read in group if read] or group[:1]
         tokens = [[row["tokens"] for batch in read for row in batch["rows"]] for read in saw]
-        readers += saw[:1] if tokens.count(tokens[0]) == len(tokens) else saw
-    return readers
+        distinct += saw[:1] if tokens.count(tokens[0]) == len(tokens) else saw
+    return distinct
 
 
 class _Read:

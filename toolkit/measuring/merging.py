@@ -38,11 +38,11 @@ def merge(
         throughput_steps: Number of last steps on packed rows, which are only for timing.
         probed: Steps that carried ledgers, from 1: they are slower, and not timed.
     """
-    first, readers = ranks[0], _readers(ranks)
+    first, distinct = ranks[0], _with_distinct_rows(ranks)
     count = len(first["losses"]) - throughput_steps
     losses = [statistics.fmean(values) for values in _by_step(ranks, "losses")]
     not_measured: dict[str, str] = {}
-    ids = [rank["sample_ids"][:count] for rank in readers]
+    ids = [rank["sample_ids"][:count] for rank in distinct]
     if any(step is None for rank in ids for step in rank):
         not_measured["sample_ids"] = "the data set has no sample_id column"
     if all(norm is None for norm in first["grad_norms"]):
@@ -63,7 +63,7 @@ def merge(
     if counted is None:
         not_measured["traffic"] = traffic.NOT_COUNTED
     values = unmeasured() | _declared(ranks, not_measured)
-    values |= _times(ranks, readers, throughput_steps, probed, values["warm_up"], not_measured)
+    values |= _times(ranks, distinct, throughput_steps, probed, values["warm_up"], not_measured)
     return values | {
         "num_processes": len(ranks),
         "machines": machines.of_ranks(ranks),
@@ -108,7 +108,7 @@ def _declared(ranks: list[dict[str, Any]], not_measured: dict[str, str]) -> dict
     return merged
 
 
-def _readers(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_distinct_rows(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one rank of each group that shares layers, so that each row counts once.
 
     All ranks, if the ranks of a group did not train the same rows.
@@ -128,7 +128,7 @@ def _readers(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _times(
     ranks: list[dict[str, Any]],
-    readers: list[dict[str, Any]],
+    distinct: list[dict[str, Any]],
     throughput_steps: int,
     probed: Sequence[int],
     warm_up: dict[str, Any],
@@ -141,7 +141,7 @@ def _times(
     phases = list(_by_step(ranks, "phases"))
     # Ranks wait for each other within a step: the slowest one's clock is that of all.
     seconds = [max(sum(rank.values()) for rank in step) for step in phases]
-    tokens = [sum(values) for values in _by_step(readers, "tokens")]
+    tokens = [sum(values) for values in _by_step(distinct, "tokens")]
     packed_from = len(seconds) - throughput_steps if throughput_steps else 0
     after = range(packed_from + WARMUP_STEPS, len(seconds))
     timed = [step for step in after if step + 1 not in probed]
@@ -152,7 +152,7 @@ def _times(
         # Total over total: a mean of rates would let one short step outweigh a long one.
         taken = sum(seconds[step] for step in after)
         speeds["tokens_per_second"] = sum(tokens[step] for step in after) / taken
-        supervised = list(_by_step(readers, "supervised"))
+        supervised = list(_by_step(distinct, "supervised"))
         counts = [count for step in after for count in supervised[step]]
         if None in counts:
             not_measured["supervised_tokens_per_second"] = "the batches have no labels to count"

@@ -18,8 +18,8 @@ import torch
 from toolkit.engines.backend import backend_of
 from toolkit.engines.loading import loads_on_rank_0
 from toolkit.engines.optimizers import optimizer_of
-from toolkit.engines.prepared import world_size
 from toolkit.engines.tensors import is_spread, named_parameters, plain_name
+from toolkit.engines.wrapped import world_size
 from toolkit.engines.wrappers import (
     class_name,
     innermost,
@@ -227,7 +227,7 @@ class Observed:
         before = dict(self._tensors(observed, prepared_alone=True)) if unprepared else {}
         return ModelReport(
             name=observed.name,
-            reader=backend_of(observed.model).data_parallel_rank(),
+            data_parallel_rank=backend_of(observed.model).data_parallel_rank(),
             at_start=observed.at_start,
             tensors=dict(self._others(observed)) | tensors,
             prepared_before={name: before[name] for name in unprepared & before.keys()},

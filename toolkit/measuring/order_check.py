@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import BatchSampler
 
 from toolkit.engines.hooks import Undo, nothing, replace_method
-from toolkit.engines.prepared import world_size
+from toolkit.engines.wrapped import world_size
 from toolkit.measuring.attestation import gather_objects
 from toolkit.measuring.guards import Guards
 
@@ -92,11 +92,11 @@ def wrong_shares(loader: Any, data_parallel_rank: int) -> str | None:
     """
     shard = getattr(loader, "batch_sampler", None)
     part = (getattr(shard, "process_index", None), getattr(shard, "num_processes", None))
-    parts, readers = zip(*gather_objects((part, data_parallel_rank)), strict=True)
+    parts, data_ranks = zip(*gather_objects((part, data_parallel_rank)), strict=True)
     if any(at is None for at, _ in parts):
         return None
-    for rank, (part, reader) in enumerate(zip(parts, readers, strict=True)):
-        group = readers.index(reader)
+    for rank, (part, data_rank) in enumerate(zip(parts, data_ranks, strict=True)):
+        group = data_ranks.index(data_rank)
         if parts[group] != part:
             return f"Rank {rank} shares its layers with rank {group} and trains other rows."
         if (first := parts.index(part)) < group:

@@ -53,7 +53,7 @@ Value = TypeVar("Value")
 
 
 def check_loaded(guards: Guards, model: Any) -> None:
-    """Report ranks whose loaded weights differ from most; a collective, before `prepare`.
+    """Report ranks whose loaded weights differ from most; a collective, before `wrap`.
 
     Raises:
         GuardError: on every rank, unless the guards only warn.

@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 from torch.nn.modules.dropout import _DropoutNd
 
-from toolkit.engines.prepared import Prepared
 from toolkit.engines.side_effect_free import side_effect_free
+from toolkit.engines.wrapped import Wrapped
 from toolkit.measuring.recorder import Recorder
 from toolkit.training.observers import Observer
 
@@ -93,9 +93,9 @@ class RandomForwards(Observer):
 
         self._recorder = recorder
 
-    def prepared(self, prepared: Prepared) -> None:
+    def prepared(self, wrapped: Wrapped) -> None:
         with self._recorder.aside():
-            self.difference = difference(prepared.accelerator, prepared.model)
+            self.difference = difference(wrapped.accelerator, wrapped.model)
 
 
 def difference(accelerator: Any, model: Any) -> str | None:

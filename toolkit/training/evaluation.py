@@ -20,8 +20,8 @@ from torch.nn.functional import cross_entropy
 from toolkit.data.sampling_order import validation_rows
 from toolkit.data.tokens import IGNORED
 from toolkit.engines.backend import backend_of
-from toolkit.engines.prepared import Prepared
 from toolkit.engines.side_effect_free import side_effect_free
+from toolkit.engines.wrapped import Wrapped
 from toolkit.launching.progress import progressed
 from toolkit.measuring.recorder import Recorder
 from toolkit.records.fields import Evaluated
@@ -56,8 +56,8 @@ class Evaluation(Observer):
 
     results: list[Evaluated] = field(default_factory=list)
 
-    def prepared(self, prepared: Prepared) -> None:
-        self._engine = prepared
+    def prepared(self, wrapped: Wrapped) -> None:
+        self._engine = wrapped
         done = self.recorder.steps_before
         # A run may have ended after its last step and before the evaluation that follows it.
         is_missing = done not in {result["step"] for result in self.results}

@@ -11,8 +11,8 @@ from typing import Any, Final
 import torch
 
 from toolkit.engines.backend import backend_of
-from toolkit.engines.prepared import Prepared
 from toolkit.engines.side_effect_free import side_effect_free
+from toolkit.engines.wrapped import Wrapped
 from toolkit.files import write_text
 from toolkit.launching.progress import progressed
 from toolkit.launching.ranks import rank, say
@@ -81,9 +81,9 @@ class BeforeAndAfter(Observer):
         if checkpoint is not None and self._observers:
             self._read_so_far(checkpoint)
 
-    def prepared(self, prepared: Prepared) -> None:
+    def prepared(self, wrapped: Wrapped) -> None:
         for observer in self._observers:
-            observer.prepared(prepared)
+            observer.prepared(wrapped)
 
     def step_done(self, step: int) -> None:
         for observer in self._observers:
@@ -144,8 +144,8 @@ class Samples(Observer):
         texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in self.prompts]
         self.results = [Sample(prompt=text, before=None, after=None) for text in texts]
 
-    def prepared(self, prepared: Prepared) -> None:
-        self._engine = prepared
+    def prepared(self, wrapped: Wrapped) -> None:
+        self._engine = wrapped
         done = self.recorder.steps_before
         if done == 0:
             for sample, text in zip(self.results, self._continued(), strict=True):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from toolkit.checkpoints.saver import CheckpointSaver
-from toolkit.engines.prepared import Prepared
+from toolkit.engines.wrapped import Wrapped
 
 if TYPE_CHECKING:
     from toolkit.training.trainer import ToolkitTrainer
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Observer(Protocol):
     """Base class with empty methods; a subclass overrides the methods it needs."""
 
-    def prepared(self, prepared: Prepared) -> None:
+    def prepared(self, wrapped: Wrapped) -> None:
         """Act after the recorder's attestation, before the first step."""
 
     def step_done(self, step: int) -> None:
@@ -51,11 +51,11 @@ class TrainerEvents(TrainerCallback):
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         trainer = self.trainer
-        prepared = trainer.prepared(report=self._report)
-        trainer.recorder.prepared(prepared.accelerator, prepared.model, prepared.optimizer)
+        wrapped = trainer.prepared(report=self._report)
+        trainer.recorder.prepared(wrapped.accelerator, wrapped.model, wrapped.optimizer)
         trainer.recorder.reads(trainer.callback_handler.train_dataloader)
         for observer in self.observers:
-            observer.prepared(prepared)
+            observer.prepared(wrapped)
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         # The scheduler advances before the step ends.

@@ -26,9 +26,9 @@ from toolkit.configs.requested import (
     same_features,
     shown,
 )
+from toolkit.data.dataset import TokenDataset, prepare_data, prepare_validation
 from toolkit.data.flags import changed_flags, is_on, plain_value
 from toolkit.data.packing import check_borders, check_no_cache
-from toolkit.data.prepared import PreparedData, prepare_data, prepare_validation
 from toolkit.data.sampling_order import rows_needed
 from toolkit.engines.deepspeed_config import checked_deepspeed_config
 from toolkit.environment import check_installed
@@ -118,8 +118,8 @@ class Request:
     """The checkpoint that a rank is to go on from, before it is looked for."""
 
     model: ModelFacts
-    data: PreparedData
-    validation: PreparedData | None
+    data: TokenDataset
+    validation: TokenDataset | None
     """The rows to evaluate on; None if none were requested, or the run keeps evidence."""
 
     unfit: dict[tuple[str, int | None], str]

@@ -21,8 +21,8 @@ from toolkit.data.flags import typed_flags
 from toolkit.data.sampling_order import Collator, count_trained
 from toolkit.engines import parameter_server
 from toolkit.engines.pipeline import ask_for
-from toolkit.engines.prepared import Prepared
 from toolkit.engines.tensor_parallel import claim_mesh
+from toolkit.engines.wrapped import Wrapped
 from toolkit.launching.processes import age_seconds
 from toolkit.launching.ranks import rank, say
 from toolkit.launching.status import ASKED_FILE, STATUS_DIR, StatusFile
@@ -175,8 +175,8 @@ class SaveAtTheEnd(Observer):
     summary: Summary | None = None
     """Of the training, once the model is saved."""
 
-    def prepared(self, prepared: Prepared) -> None:
-        self._engine = prepared
+    def prepared(self, wrapped: Wrapped) -> None:
+        self._engine = wrapped
         resumed, last_step = self.job.resumed, self.job.last_step
         if resumed is not None and resumed.step == last_step:
             self.step_done(last_step)  # the earlier run ended during this save, or after it

@@ -17,8 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from toolkit.checkpoints.atomic_folder import atomic_folder
-from toolkit.checkpoints.disk import in_words, room_missing
+from toolkit.checkpoints.atomic_folder import atomic_folder, room_missing, save_failure
 from toolkit.engines.backend import backend_of
 from toolkit.engines.base import Backend
 from toolkit.engines.fsdp2 import class_of, original_classes
@@ -116,7 +115,7 @@ def save_model(
                     _write_card(card, draft, folder)
         except Exception as failure:  # the other ranks wait: they must hear of any error
             is_worded = isinstance(failure, SaveError)
-            reason = str(failure) if is_worded else in_words(failure, folder)
+            reason = str(failure) if is_worded else save_failure(failure, folder)
             error = f"{folder} was not saved: {reason}"
     for _ in gathered:
         pass  # the other ranks, and rank 0 after an error, only take part

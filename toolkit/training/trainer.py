@@ -35,8 +35,8 @@ from toolkit.data.tokens import IGNORED
 from toolkit.engines.backend import backend_of, strategy_of_plugins
 from toolkit.engines.fsdp2 import original_classes
 from toolkit.engines.masters import clip_in_fp32, moments_of, stepping_on_masters
-from toolkit.engines.prepared import Prepared
 from toolkit.engines.side_effect_free import side_effect_free
+from toolkit.engines.wrapped import Wrapped
 from toolkit.errors import UsageError
 from toolkit.launching.progress import progressed
 from toolkit.launching.ranks import say
@@ -297,9 +297,9 @@ class ToolkitTrainer(Trainer):
 
     def prepared(
         self, *, report: Callable[[int, dict[str, float]], None] = lambda step, values: None
-    ) -> Prepared:
+    ) -> Wrapped:
         """Return the wrapped objects of the training."""
-        return Prepared(
+        return Wrapped(
             accelerator=self.accelerator,
             model=self.model_wrapped,
             optimizer=self.optimizer,
@@ -524,9 +524,9 @@ class ToolkitTrainer(Trainer):
         if self.args.save_only_model:
             super()._load_best_model()
             return
-        state, prepared = self.state, self.prepared()
+        state, wrapped = self.state, self.prepared()
         folder, step = Path(str(state.best_model_checkpoint)), int(state.best_global_step or 0)
-        backend_of(prepared.model).read_model(folder, prepared, step=step)
+        backend_of(wrapped.model).read_model(folder, wrapped, step=step)
 
 
 def _switched_on(arguments: SpeedArguments, *args: Any, **kwargs: Any) -> Speed:

@@ -61,7 +61,7 @@ class Tuning:
         Raises:
             UsageError: it can't be planned.
         """
-        from toolkit.training.prepare import facts_under
+        from toolkit.training.preflight import facts_under
 
         speed = replace(self.speed, compile_blocks=False)
         request = replace(self.request, own=replace(self.request.own, speed=speed))

@@ -1,4 +1,4 @@
-"""The process that prepares a launch: `python -m toolkit.training.preparing`, with its flags.
+"""`python -m toolkit.training.preflight_process FLAGS`: the process that prepares a launch.
 
 Takes the flags of `toolkit.train`, the `--num_processes` of the launch, and for a comparison all
 its `--strategies`, which get the same flags. Flags are checked before torch is imported. Prints one
@@ -54,7 +54,7 @@ def _prepared(ours: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
     quiet()  # before transformers imports peft and bitsandbytes, which warns on some CPUs
     from transformers.utils.logging import disable_progress_bar
 
-    from toolkit.training.prepare import prepare
+    from toolkit.training.preflight import preflight
     from toolkit.training.request import check_output_folder
 
     logging.basicConfig(stream=sys.stderr, format="%(message)s", level=logging.WARNING)
@@ -63,7 +63,7 @@ def _prepared(ours: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
         disable_progress_bar()  # without a terminal, each update would be a line
     if ours.output is not None:
         check_output_folder(ours.output, own.method, trackers=(), more=["stdout.log"])
-    return prepare(
+    return preflight(
         flags,
         num_processes=ours.num_processes,
         strategies=[name for name in ours.strategies.split(",") if name],

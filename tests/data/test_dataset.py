@@ -12,7 +12,7 @@ from toolkit.data import building, built_in
 from toolkit.data.arguments import DataArguments
 from toolkit.data.building import LONGEST_ROW
 from toolkit.data.built_in import standard_library_hash, standard_library_texts
-from toolkit.data.prepared import prepare_data
+from toolkit.data.dataset import prepare_data
 from toolkit.data.sampling_order import Collator
 from toolkit.data.tokenizer import load_tokenizer, tokenizer_identity
 from toolkit.data.tokens import IGNORED, Tally, supervised_tokens, tokenise

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from toolkit.data.arguments import DataArguments
 from toolkit.data.building import TEMPLATE_FILE, Build, Part
@@ -21,7 +23,7 @@ from toolkit.data.chat import brought, requested_template, shipped_templates
 from toolkit.data.flags import changed_flags
 from toolkit.data.sources import Source, training_source, unreadable_rows, validation_source
 from toolkit.data.tokenizer import check_size, load_tokenizer, tokenizer_identity
-from toolkit.data.tokens import digest
+from toolkit.data.tokens import IGNORED, digest, supervised_tokens
 from toolkit.environment import cache_root
 from toolkit.errors import UsageError
 from toolkit.escaping import one_line
@@ -36,7 +38,7 @@ _RECIPE = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedData:
+class TokenDataset:
     """Tokenised rows in the cache, and the facts of them in a record."""
 
     name: str
@@ -172,7 +174,7 @@ def prepare_data(
     trust_remote_code: bool = False,
     rows_needed: int | None = None,
     vocab_size: int | None = None,
-) -> PreparedData:
+) -> TokenDataset:
     """Return the rows that `arguments` ask for, tokenised once and cached.
 
     Args:
@@ -204,7 +206,7 @@ def prepare_data(
 
 def prepare_validation(
     arguments: DataArguments, tokenizer: str | Path, *, trust_remote_code: bool = False
-) -> PreparedData | None:
+) -> TokenDataset | None:
     """Return the rows to evaluate on, prepared like the training rows but never packed.
 
     They come from `--validation_file` or `--validation_split`, or are the
@@ -236,7 +238,7 @@ def _prepare(
     limit: int | None,
     trust_remote_code: bool,
     vocab_size: int | None = None,
-) -> PreparedData:
+) -> TokenDataset:
     template = arguments.chat_template
     key = digest(
         _RECIPE,
@@ -276,6 +278,54 @@ def _prepare(
     check_size(facts.get("tokenizer_size"), vocab_size, tokenizer)  # maybe built for another model
     origin = {"name": source.name, "python": source.python, "asked": changed_flags(arguments)}
     try:
-        return PreparedData(folder=folder, **origin, **facts)
+        return TokenDataset(folder=folder, **origin, **facts)
     except TypeError as error:
         raise changed_meanwhile(folder / "facts.json") from error
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SHOWN: Final = 3
+"""Rows that are shown."""
+
+MOST_TOKENS: Final = 240
+"""Tokens of a row, from which those in the middle are left out."""
+
+
+def shown_rows(data: TokenDataset, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """Return the first rows of the data: their number and counts, and their text in parts.
+
+    Each part has its `text` and whether it is `trained`. Special tokens are visible, and what is
+    left out is counted in square brackets.
+    """
+    rows = data.load().select(range(min(SHOWN, data.rows)))
+    return [
+        {
+            "row": row["sample_id"],
+            "tokens": len(row["input_ids"]),
+            "trained_tokens": supervised_tokens(row["labels"]),
+            "parts": list(_parts(tokenizer, row["input_ids"], row["labels"])),
+        }
+        for row in cast("Iterable[dict[str, Any]]", rows)
+    ]
+
+
+def _parts(
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], labels: list[int]
+) -> Iterator[dict[str, Any]]:
+    """Yield the runs of tokens that are trained or not; the first token is never predicted."""
+    cut = range(MOST_TOKENS // 2, len(ids) - MOST_TOKENS // 2)
+    kinds = [
+        (at > 0 and label != IGNORED and at not in cut, at in cut)
+        for at, label in enumerate(labels)
+    ]
+    end, before = 0, ""
+    for (is_trained, is_cut), run in groupby(kinds):
+        begin, end = end, end + len(list(run))
+        # Decoders may write a token differently at the start of a text, so all up to it is decoded.
+        text = str(tokenizer.decode(ids[:end]))
+        part = text if text.startswith(before) else before + str(tokenizer.decode(ids[begin:end]))
+        note = f" [... {len(cut):,} tokens ...] "
+        yield {"text": note if is_cut else part.removeprefix(before), "trained": is_trained}
+        before = text

@@ -13,8 +13,8 @@ from typing import Any, Final, cast
 
 from transformers import TrainingArguments
 
+from toolkit.data.dataset import shown_rows
 from toolkit.data.flags import plain_value
-from toolkit.data.preview import shown_rows
 from toolkit.data.tokenizer import load_tokenizer
 from toolkit.strategies import Strategy, get_strategy, with_tensor_size
 from toolkit.training.flags import checked_flags
@@ -39,7 +39,7 @@ _SAME_NAME: Final = (
 """Fields of the answer's `training` that are named like their flags."""
 
 
-def prepare(
+def preflight(
     argv: Sequence[str],
     *,
     num_processes: int | None = None,

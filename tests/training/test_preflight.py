@@ -13,8 +13,8 @@ from toolkit.comparing.run.rows import _run_facts
 from toolkit.errors import UsageError
 from toolkit.planning.of_run import job_of
 from toolkit.training.model import build_model
-from toolkit.training.prepare import prepare
-from toolkit.training.preparing import main
+from toolkit.training.preflight import preflight
+from toolkit.training.preflight_process import main
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 ROWS = ("--max_train_samples", "40")
@@ -66,7 +66,7 @@ def test_a_model_folder_without_tokenizer_files_is_refused_as_that(kind, row, ca
     flags = ["--model_name_or_path", str(tmp_path / "model")]
     flags += ["--train_file", str(tmp_path / "rows.jsonl")]
     with pytest.raises(UsageError, match=r"has \d tokens? and the model 64 ids: .*files of it are"):
-        prepare(flags, strategies=["ddp"])
+        preflight(flags, strategies=["ddp"])
 
 
 WORDS = "a b c d e f g h "
@@ -76,7 +76,7 @@ def prepared_length(folder, *texts, more=()):
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     flags = ["--train_file", str(path), "--per_device_train_batch_size", "1", *more]
-    return prepare([*flags, "--gradient_accumulation_steps", "1"], strategies=["single"])["data"]
+    return preflight([*flags, "--gradient_accumulation_steps", "1"], strategies=["single"])["data"]
 
 
 def test_rows_of_the_user_are_as_long_as_the_longest_unless_flags_say_otherwise(
@@ -145,7 +145,7 @@ def test_a_strategy_that_cannot_take_the_model_is_told_with_its_reason_and_the_o
 def test_each_number_of_ranks_is_told_by_itself(cache):
     flags = [*ROWS, "--engine", "loop", "--gradient_accumulation_steps", "4"]
     ranks = {"ulysses": [2, 4], "pipeline": [2, 6], "tensor": [2]}
-    facts = prepare(flags, num_processes=1, strategies=["single", *ranks], ranks=ranks)
+    facts = preflight(flags, num_processes=1, strategies=["single", *ranks], ranks=ranks)
     unfit = {(one["strategy"], one["num_processes"]): one["reason"] for one in facts["unfit"]}
     assert unfit.keys() == {("ulysses", 4), ("pipeline", 6)}
     assert "2 key-value heads don't divide by the 4 ranks" in unfit["ulysses", 4]
@@ -155,32 +155,32 @@ def test_each_number_of_ranks_is_told_by_itself(cache):
 def test_every_strategy_that_cannot_is_named_at_once(cache):
     flags = ["--ddp_bucket_view", "true", *ROWS]
     with pytest.raises(UsageError, match=r"this is zero2.*this is fsdp"):
-        prepare(flags, strategies=["ddp", "zero2", "fsdp"])
-    assert on(prepare(flags, strategies=["ddp"]), "ddp") == {"ddp_bucket_view": True}
+        preflight(flags, strategies=["ddp", "zero2", "fsdp"])
+    assert on(preflight(flags, strategies=["ddp"]), "ddp") == {"ddp_bucket_view": True}
 
 
 def test_gradients_are_synchronised_at_every_micro_batch_where_there_is_another_rank(cache):
-    facts = prepare(["--sync_each_batch", "true", *ROWS], strategies=["single", "ddp", "fsdp"])
+    facts = preflight(["--sync_each_batch", "true", *ROWS], strategies=["single", "ddp", "fsdp"])
     wanted = {"sync_each_batch": True}
     assert [on(facts, name) for name in ("single", "ddp", "fsdp")] == [{}, wanted, wanted]
 
 
 def test_liger_is_refused_where_the_runs_are_rehearsed(cache):
     with pytest.raises(UsageError, match="--use_liger_kernel needs a GPU"):
-        prepare(["--use_liger_kernel", "true", *ROWS], strategies=["ddp"], rehearsal=True)
+        preflight(["--use_liger_kernel", "true", *ROWS], strategies=["ddp"], rehearsal=True)
 
 
 def test_a_loss_that_is_not_proven_for_the_model_is_refused_before_any_rank(cache, tmp_path):
     flags = [*with_tokenizer(tmp_path, opt()), *ROWS]
     with pytest.raises(UsageError, match="chunked: not proven for OPTForCausalLM"):
-        prepare([*flags, "--loss_impl", "chunked"], strategies=["ddp"])
-    facts = prepare([*flags, "--tuned", "true"], strategies=["ddp"])
+        preflight([*flags, "--loss_impl", "chunked"], strategies=["ddp"])
+    facts = preflight([*flags, "--tuned", "true"], strategies=["ddp"])
     assert "loss_impl" not in on(facts, "ddp")
     assert "not proven for OPT" in facts["by_strategy"]["ddp"]["speed"]["left_out"]["loss_impl"]
 
 
 def test_each_strategy_is_told_the_switches_that_it_will_have(cache):
-    facts = prepare(
+    facts = preflight(
         ["--tuned", "true", "--checkpoint_layers", "all", *ROWS],
         strategies=["single", "ddp", "zero2", "fsdp"],
     )
@@ -204,7 +204,7 @@ def test_a_run_without_a_record_is_predicted_with_the_switches_that_it_had(cache
     names = [each.strategy.name for each in plan.runs]
 
     def told(flags):
-        facts = facts_of(json.loads(json.dumps(prepare([*flags, *ROWS], strategies=names))))
+        facts = facts_of(json.loads(json.dumps(preflight([*flags, *ROWS], strategies=names))))
         return {each.strategy.name: _run_facts(each, facts) for each in plan.runs}
 
     tuned, plain = told(first.flags), told(first.flags[: -len(options.train_flags)])
@@ -225,16 +225,16 @@ def test_fused_experts_are_said_before_a_launch(cache, tmp_path, caplog):
     small.resize_token_embeddings(2048)
     flags = with_tokenizer(tmp_path, small)
     with caplog.at_level("INFO"):
-        facts = prepare([*flags, *ROWS, "--method", "lora"], strategies=["ddp"])
+        facts = preflight([*flags, *ROWS, "--method", "lora"], strategies=["ddp"])
     assert "fused experts" in caplog.text
     assert 0 < facts["training"]["fused_experts"] < 1
 
 
 def test_the_model_is_asked_only_where_a_switch_is_put_on_it(cache, monkeypatch):
-    monkeypatch.setattr("toolkit.training.prepare.meta_model", None)
-    assert on(prepare(list(ROWS), strategies=["ddp"]), "ddp") == {}
+    monkeypatch.setattr("toolkit.training.preflight.meta_model", None)
+    assert on(preflight(list(ROWS), strategies=["ddp"]), "ddp") == {}
     with pytest.raises(TypeError):
-        prepare(["--tuned", "true", *ROWS], strategies=["ddp"])
+        preflight(["--tuned", "true", *ROWS], strategies=["ddp"])
 
 
 def test_what_flags_name_is_looked_for_before_anything_is_built(tmp_path, monkeypatch):
@@ -251,7 +251,7 @@ def test_what_flags_name_is_looked_for_before_anything_is_built(tmp_path, monkey
         "--chat_template": "missing.jinja",
     }
     with pytest.raises(UsageError) as caught:
-        prepare([word for pair in flags.items() for word in pair])
+        preflight([word for pair in flags.items() for word in pair])
     for said in (
         f"--train_file missing.jsonl is not there: check the path (this is {tmp_path})",
         "--validation_file rows.xml ends in '.xml'",
@@ -261,7 +261,7 @@ def test_what_flags_name_is_looked_for_before_anything_is_built(tmp_path, monkey
     ):
         assert said in str(caught.value)
     with pytest.raises(UsageError, match="--dataset_name data/of/mine is not there"):
-        prepare(["--dataset_name", "data/of/mine"])
+        preflight(["--dataset_name", "data/of/mine"])
     with pytest.raises(UsageError, match=r"--accelerator_config no\.json: there is no such file"):
-        prepare(["--accelerator_config", "no.json"])
+        preflight(["--accelerator_config", "no.json"])
     assert not (tmp_path / "cache").exists()

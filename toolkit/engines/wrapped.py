@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class Wrapped:
     """The wrapped objects that the Trainer or the loop trains with."""
 
     accelerator: Any
@@ -43,18 +43,20 @@ def keep_mesh_from_accelerate() -> None:
     os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
 
 
-def rows_of_rank(accelerator: Accelerator, loader: Any, *, readers: int, reader: int) -> Any:
-    """Return a data loader with the rows of one of `readers`; several ranks may be the same one.
+def rows_of_rank(
+    accelerator: Accelerator, loader: Any, *, data_parallel_size: int, data_parallel_rank: int
+) -> Any:
+    """Return a data loader with the rows of one data-parallel rank, which several ranks may share.
 
-    `Accelerator.prepare` takes each rank for a reader of its own.
+    `Accelerator.prepare` takes each rank for a data-parallel rank of its own.
     """
     from accelerate.data_loader import prepare_data_loader
 
     return prepare_data_loader(
         loader,
         accelerator.device,
-        num_processes=readers,
-        process_index=reader,
+        num_processes=data_parallel_size,
+        process_index=data_parallel_rank,
         put_on_device=True,
         rng_types=[*(accelerator.rng_types or ())],
         even_batches=accelerator.even_batches,

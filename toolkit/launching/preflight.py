@@ -20,7 +20,7 @@ from toolkit.launching.python import python_environment
 from toolkit.launching.supervised import supervised
 from toolkit.redaction import learn
 
-PREPARE: Final = (sys.executable, "-m", "toolkit.training.preparing")
+PREPARE: Final = (sys.executable, "-m", "toolkit.training.preflight_process")
 
 FLAGS: Final = "toolkit.training.flags"
 """The module that checks flags without torch."""
@@ -64,7 +64,7 @@ def prepare_launch(
         say: Gets each line of its messages.
 
     Returns:
-        The facts of `toolkit.training.prepare`.
+        The facts of `toolkit.training.preflight`.
 
     Raises:
         UsageError: the data are not usable, the flags are not under at least one strategy, or the
