@@ -1,4 +1,4 @@
-"""`python -m toolkit.warm PARENT_PID LISTENER ROOM`: the process that launches are forked from.
+"""`python -m toolkit.fork_server PARENT_PID LISTENER ROOM`: launches are forked from this process.
 
 It makes the imports of a rank once. A launch is a fork of it that goes on as
 `toolkit.launching.supervised`, whose fork goes on as `accelerate launch`. torchelastic starts,
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     die_with_parent()
     if os.getppid() != parent:
         os._exit(1)
-    show_as([sys.executable, "-m", "toolkit.warm", *arguments[:2]])
+    set_process_title([sys.executable, "-m", "toolkit.fork_server", *arguments[:2]])
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     installed = tuple(entry for entry in sys.path if entry not in folders)
     with watched_imports() as watch:
@@ -249,7 +249,7 @@ def serve(requests: socket.socket, imported: Imported) -> NoReturn:
                     if pid == 0:
                         try:
                             begin(request, streams, imported.files)
-                            become(request["args"], imported)
+                            run_as(request["args"], imported)
                         finally:
                             os._exit(1)  # after any error, the fork must not continue this loop
                     close_all(streams)
@@ -382,11 +382,11 @@ def on_gpu() -> bool:
     return torch is not None and bool(torch.cuda.is_initialized())
 
 
-def become(args: list[str], imported: Imported) -> NoReturn:
+def run_as(args: list[str], imported: Imported) -> NoReturn:
     """Go on as a Python that was started with these arguments, supervisor or rank."""
     code = 0
     try:
-        show_as(args)
+        set_process_title(args)
         entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         sys.path[:] = [*dict.fromkeys([*filter(None, entries), *imported.search_path])]
         for name, value in imported.variables.items():
@@ -394,7 +394,7 @@ def become(args: list[str], imported: Imported) -> NoReturn:
         if args[:3] == [sys.executable, "-m", supervised.__name__]:
             # Its parent is the warm process, which sends SIGTERM when the asking one is gone.
             rest = [str(os.getppid()), *args[4:]]
-            code = supervised.main(rest, run=lambda command: become_python(command, imported))
+            code = supervised.main(rest, run=lambda command: run_python_as(command, imported))
         else:
             if args[: len(LAUNCHER)] == LAUNCHER:
                 fork_ranks(imported)
@@ -410,14 +410,14 @@ def become(args: list[str], imported: Imported) -> NoReturn:
     leave(code)
 
 
-def become_python(command: list[str], imported: Imported) -> None:
+def run_python_as(command: list[str], imported: Imported) -> None:
     """Go on as the command if it runs a module or a script in this Python; else return."""
     words = [word for word in command[1:2] if word == "-m" or not word.startswith("-")]
     if command[0] == sys.executable and words:
-        become(command, imported)
+        run_as(command, imported)
 
 
-def show_as(words: Sequence[str]) -> None:
+def set_process_title(words: Sequence[str]) -> None:
     """Have `ps`, `pkill -f` and `nvidia-smi` show this process as a command, cut where too long.
 
     Linux reads the memory of the first arguments: up to its end, or as one text where its last
@@ -439,7 +439,7 @@ def fork_ranks(imported: Imported) -> None:
         die_with_parent()
         if os.getppid() != launcher:
             os._exit(1)
-        show_as([sys.executable, "-m", "toolkit.warm", str(launcher)])
+        set_process_title([sys.executable, "-m", "toolkit.fork_server", str(launcher)])
         serve(theirs, imported)
     theirs.close()
 
@@ -450,7 +450,7 @@ def fork_ranks(imported: Imported) -> None:
             if not isinstance(args, (list, tuple)) or str(args[0]) != sys.executable:
                 return super().__new__(cls)
             try:
-                return forked(ours, [str(word) for word in args], **options)
+                return forked_rank(ours, [str(word) for word in args], **options)
             except (OSError, WarmError) as error:
                 say(f"{COLD}{forking.why_cold(error)}")
                 return cold(args, **options)
@@ -461,7 +461,7 @@ def fork_ranks(imported: Imported) -> None:
     vars(importlib.import_module(SUBPROCESSES))["Popen"] = Popen
 
 
-def forked(
+def forked_rank(
     control: socket.socket,
     args: list[str],
     *,
@@ -486,7 +486,7 @@ def forked(
     )
 
 
-def begin_anew() -> None:
+def reinitialise() -> None:
     """Repeat per-process actions of Python's start and of libraries' imports."""
     import numpy as np
     import torch
@@ -502,7 +502,7 @@ def begin_anew() -> None:
 
 def run_python(words: list[str]) -> None:
     """Run the module or script of `python WORDS`; an exit code comes as SystemExit."""
-    begin_anew()
+    reinitialise()
     while words[0] == "-u":
         words = words[1:]
     module = types.ModuleType("__main__")

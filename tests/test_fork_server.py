@@ -18,7 +18,7 @@ import pytest
 from places import ROOT, SCRIPTS
 from transformers import conversion_mapping
 
-from toolkit import warm
+from toolkit import fork_server
 from toolkit.launching import forking
 from toolkit.launching.forking import SOCKET, key_of, warm_process
 from toolkit.launching.launch import launch_command, run
@@ -216,13 +216,13 @@ def test_the_import_that_started_a_thread_is_named(tmp_path):
         "threading.Thread(target=time.sleep, args=[600], daemon=True).start()\n"
     )
     script = (
-        "from toolkit import warm\n"
-        "with warm.watched_imports() as watch:\n"
+        "from toolkit import fork_server\n"
+        "with fork_server.watched_imports() as watch:\n"
         "    import fractions\n"
         "    print(watch.since)\n"
         "    import outer\n"
-        "print(warm.why_unfit(watch.since))\n"
-        "print(watch in warm.sys.meta_path)\n"
+        "print(fork_server.why_unfit(watch.since))\n"
+        "print(watch in fork_server.sys.meta_path)\n"
     )
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     done = subprocess.run(
@@ -244,7 +244,7 @@ def test_an_import_that_asks_for_a_gpu_s_capability_does_not_initialise_cuda():
     script = (
         "import torch\n"
         "from bitsandbytes import cuda_specs\n"
-        "from toolkit import environment, warm\n"
+        "from toolkit import environment, fork_server\n"
         "from toolkit.environment import InstalledGpu\n"
         "torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 2)\n"
         "torch.version.cuda, asked = '13.0', []\n"
@@ -253,7 +253,7 @@ def test_an_import_that_asks_for_a_gpu_s_capability_does_not_initialise_cuda():
         "    InstalledGpu(name='GPU', memory_bytes=0, capability=one) for one in ((8, 9), (9, 0))\n"
         "]\n"
         "print(cuda_specs.get_cuda_specs(), asked)\n"
-        "with warm.capabilities_by_nvml():\n"
+        "with fork_server.capabilities_by_nvml():\n"
         "    print(cuda_specs.get_cuda_specs().highest_compute_capability, asked)\n"
     )
     done = subprocess.run(
@@ -279,11 +279,11 @@ def test_a_fork_ends_by_the_signals_that_end_a_process(warm_environment, end, nu
 
 
 def test_a_process_that_holds_a_gpu_s_file_is_told_from_one_that_does_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(warm, "GPU_DEVICES", str(tmp_path / "nvidia"))
-    assert not warm.on_gpu()
+    monkeypatch.setattr(fork_server, "GPU_DEVICES", str(tmp_path / "nvidia"))
+    assert not fork_server.on_gpu()
     with (tmp_path / "nvidia0").open("w"):
-        assert warm.on_gpu()
-    assert not warm.on_gpu()
+        assert fork_server.on_gpu()
+    assert not fork_server.on_gpu()
 
 
 def test_a_script_that_exits_leaves_its_open_files_whole(tmp_path):
@@ -298,9 +298,10 @@ def test_a_script_that_exits_leaves_its_open_files_whole(tmp_path):
     )
     forked = (
         "import sys\n"
-        "from toolkit import warm\n"
-        "imported = warm.Imported(search_path=(*sys.path,), variables={}, files=frozenset())\n"
-        "warm.become([sys.executable, *sys.argv[1:]], imported)\n"
+        "from toolkit import fork_server\n"
+        "path, files = (*sys.path,), frozenset()\n"
+        "imported = fork_server.Imported(search_path=path, variables={}, files=files)\n"
+        "fork_server.run_as([sys.executable, *sys.argv[1:]], imported)\n"
     )
     command = [sys.executable, "-c", forked, str(script), str(tmp_path / "written"), "-" * 4000]
     assert subprocess.run(command, check=False).returncode == 7
@@ -311,9 +312,10 @@ def test_a_launcher_whose_forking_process_was_killed_starts_its_ranks_cold():
     script = (
         "import subprocess, sys\n"
         "import psutil\n"
-        "from toolkit import warm\n"
-        "imported = warm.Imported(search_path=(*sys.path,), variables={}, files=frozenset())\n"
-        "warm.fork_ranks(imported)\n"
+        "from toolkit import fork_server\n"
+        "path, files = (*sys.path,), frozenset()\n"
+        "imported = fork_server.Imported(search_path=path, variables={}, files=files)\n"
+        "fork_server.fork_ranks(imported)\n"
         "(forking,) = psutil.Process().children()\n"
         "forking.kill()\n"
         "forking.wait()\n"
@@ -340,10 +342,11 @@ def test_a_wrong_or_missing_request_neither_ends_nor_holds_a_warm_process(tmp_pa
     texts = [*(json.dumps(request).encode() for request in wrong), b"{", b"\xff", b"[" * 100_000]
     script = (
         "import socket, sys\n"
-        "from toolkit import warm\n"
-        "warm.REQUEST_SECONDS = 0.2\n"
-        "imported = warm.Imported(search_path=(*sys.path,), variables={}, files=frozenset({0}))\n"
-        "warm.serve(socket.socket(fileno=int(sys.argv[1])), imported)\n"
+        "from toolkit import fork_server\n"
+        "fork_server.REQUEST_SECONDS = 0.2\n"
+        "path, files = (*sys.path,), frozenset({0})\n"
+        "imported = fork_server.Imported(search_path=path, variables={}, files=files)\n"
+        "fork_server.serve(socket.socket(fileno=int(sys.argv[1])), imported)\n"
     )
     with contextlib.ExitStack() as stack, (tmp_path / "out").open("w") as out:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
