@@ -15,8 +15,9 @@ from toolkit.data.built_in import standard_library_hash, standard_library_texts
 from toolkit.data.dataset import prepare_data
 from toolkit.data.sampling_order import Collator
 from toolkit.data.tokenizer import load_tokenizer, tokenizer_identity
-from toolkit.data.tokens import IGNORED, Tally, supervised_tokens, tokenise
+from toolkit.data.tokens import Tally, supervised_tokens, tokenise
 from toolkit.errors import UsageError
+from toolkit.records.evidence import IGNORED
 from toolkit.training.arguments import ModelArguments
 from toolkit.training.model import resolve_tokenizer
 

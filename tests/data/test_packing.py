@@ -20,8 +20,9 @@ from toolkit.data.packing import (
     pack_texts,
 )
 from toolkit.data.sampling_order import Collator, training_rows
-from toolkit.data.tokens import IGNORED, row_features, supervised_tokens
+from toolkit.data.tokens import row_features, supervised_tokens
 from toolkit.errors import UsageError
+from toolkit.records.evidence import IGNORED
 from toolkit.training.arguments import ModelArguments
 from toolkit.training.model import build_model, load_model
 from toolkit.training.preflight import preflight

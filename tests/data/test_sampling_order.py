@@ -14,8 +14,9 @@ from toolkit.data.sampling_order import (
     training_rows,
     validation_rows,
 )
-from toolkit.data.tokens import IGNORED, row_features, supervised_tokens
+from toolkit.data.tokens import row_features, supervised_tokens
 from toolkit.errors import UsageError
+from toolkit.records.evidence import IGNORED
 from toolkit.records.record import FILLER_ID
 
 

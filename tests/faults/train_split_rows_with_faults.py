@@ -24,11 +24,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from toolkit.configs.requested import requested_strategy
 from toolkit.data.sampling_order import Collator
-from toolkit.data.tokens import IGNORED
 from toolkit.engines import rows
 from toolkit.engines.context import Context
 from toolkit.engines.deepspeed_config import checked_deepspeed_config, use_deepspeed_config
 from toolkit.engines.ulysses import Ulysses
+from toolkit.records.evidence import IGNORED
 from toolkit.rehearse import rehearse_if_needed
 
 STRATEGY = requested_strategy(os.environ)

@@ -14,11 +14,11 @@ from transformers import LlamaForCausalLM, TrainingArguments
 from toolkit import ToolkitTrainer
 from toolkit.data.arguments import DataArguments
 from toolkit.data.sampling_order import Collator
-from toolkit.data.tokens import IGNORED
 from toolkit.engines.side_effect_free import NotBetweenSteps, side_effect_free
 from toolkit.errors import UsageError
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.recorder import Recorder
+from toolkit.records.evidence import IGNORED
 from toolkit.strategies import get_strategy
 from toolkit.training.arguments import own_arguments, training_values
 from toolkit.training.evaluation import Evaluation, loss_and_tokens, perplexity

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.configs.proven_models import PROVEN_MODELS
 from toolkit.data.sampling_order import Collator
-from toolkit.data.tokens import IGNORED
 from toolkit.errors import UsageError
+from toolkit.records.evidence import IGNORED
 from toolkit.training.speed import Speed
 from toolkit.training.speed.chunked_loss import (
     LogitsOf,

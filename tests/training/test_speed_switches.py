@@ -18,9 +18,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from toolkit.configs.proven_models import PROVEN_MODELS
 from toolkit.data.sampling_order import Collator
 from toolkit.data.tokenizer import load_tokenizer
-from toolkit.data.tokens import IGNORED
 from toolkit.errors import UsageError
 from toolkit.measuring.peak import PeakLedger
+from toolkit.records.evidence import IGNORED
 from toolkit.strategies import STRATEGIES
 from toolkit.training.arguments import own_arguments, training_values
 from toolkit.training.evaluation import loss_and_tokens

@@ -12,6 +12,7 @@ from typing import Final
 from toolkit.causes.failures import Exit, Failure, Log, read_failures
 from toolkit.causes.lines import Line, lines_of
 from toolkit.causes.table import Cause, Kind, cause_named, causes, find_cause, is_echo, phases
+from toolkit.escaping import listed
 from toolkit.launching.outcome import ERROR_LINE, shorten
 
 OUT_OF_MEMORY: Final = ("cuda-out-of-memory", "host-out-of-memory")
@@ -275,9 +276,7 @@ def _with_missing(text: str, waited: Sequence[_Match], log: Log) -> str:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
 
 
 def _lost(failure: Failure) -> Diagnosis:

@@ -29,6 +29,7 @@ from typing import Any, Final
 
 import psutil
 
+from toolkit.environment import GIB, MIB
 from toolkit.errors import UsageError, is_full_disk
 from toolkit.launching.ranks import say
 from toolkit.records.manifests import (
@@ -362,4 +363,4 @@ def _free_bytes(folder: Path) -> int | None:
 
 
 def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / MIB:.1f} MiB"

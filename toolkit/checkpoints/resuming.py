@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from toolkit.checkpoints.folders import KIND, checkpoints_in, shares, step_of, tidy
+from toolkit.checkpoints.folders import KIND, checkpoints_in, shares, tidy
 from toolkit.checkpoints.resume_request import ResumeRequest
 from toolkit.engines.wrapped import world_rank
 from toolkit.errors import UsageError
 from toolkit.launching.ranks import rank
 from toolkit.measuring.attestation import gather_objects
-from toolkit.records.manifests import MANIFEST, Damaged, check_file, read_manifest
+from toolkit.records.manifests import MANIFEST, Damaged, check_file, checkpoint_step, read_manifest
 
 RANKS: Final = "num_processes"
 DATA_PARALLEL_SIZE: Final = "data_parallel_size"
@@ -73,8 +73,8 @@ def find_checkpoint(
         tidied = checkpoints_in(request.output_dir)
     candidates: list[Path] = gather_objects(tidied)[0]  # the same on every rank
     if request.named is not None:
-        last = step_of(request.named) or 0
-        older = [path for path in candidates if (step_of(path) or 0) < last]
+        last = checkpoint_step(request.named) or 0
+        older = [path for path in candidates if (checkpoint_step(path) or 0) < last]
         candidates = [request.named, *older]
     passed_over: list[str] = []
     for folder in candidates:
@@ -138,7 +138,7 @@ def _not_a_checkpoint(folder: Path, manifest: dict[str, Any]) -> str | None:
         or not isinstance(manifest.get("facts"), dict)
     ):
         return f"{folder} holds no checkpoint of this toolkit"
-    if step != step_of(folder):
+    if step != checkpoint_step(folder):
         return f"{folder} holds a checkpoint of step {step}, and its name says another one"
     return None
 

@@ -23,10 +23,11 @@ from toolkit.data.chat import brought, requested_template, shipped_templates
 from toolkit.data.flags import changed_flags
 from toolkit.data.sources import Source, training_source, unreadable_rows, validation_source
 from toolkit.data.tokenizer import check_size, load_tokenizer, tokenizer_identity
-from toolkit.data.tokens import IGNORED, digest, supervised_tokens
+from toolkit.data.tokens import digest, supervised_tokens
 from toolkit.environment import cache_root
 from toolkit.errors import UsageError
 from toolkit.escaping import one_line
+from toolkit.records.evidence import IGNORED
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit.data.packing import pack
-from toolkit.data.tokens import IGNORED, in_batches
+from toolkit.data.tokens import in_batches
 from toolkit.errors import UsageError
+from toolkit.records.evidence import IGNORED
 from toolkit.records.record import FILLER_ID
 
 if TYPE_CHECKING:

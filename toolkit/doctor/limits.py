@@ -11,9 +11,7 @@ from typing import Final
 
 from toolkit import environment
 from toolkit.doctor.finding import Finding, ok, warn
-
-GIB: Final = 2**30
-MIB: Final = 2**20
+from toolkit.environment import GIB, MIB
 
 SHARED_MEMORY: Final = "/dev/shm"
 LEAST_SHARED: Final = GIB

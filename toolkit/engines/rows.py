@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-IGNORED = -100
-"""The label of a token that the loss leaves out."""
+from toolkit.records.evidence import IGNORED
 
 Batch = dict[str, torch.Tensor]
 

@@ -37,6 +37,7 @@ from toolkit.records.evidence import (
     EVIDENCE_FILE,
     GRADIENTS_FILE,
     HELD_FILE,
+    IGNORED,
     INITIAL_FILE,
     Clipping,
     Group,
@@ -46,7 +47,6 @@ from toolkit.records.evidence import (
 )
 from toolkit.records.json_files import SCHEMA, write_json
 
-IGNORED = -100
 """The label of a token that the loss leaves out."""
 
 COMPUTING_ONLY = {"params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable"}

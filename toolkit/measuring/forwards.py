@@ -15,10 +15,10 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from toolkit.engines.hooks import Undo, nothing
-from toolkit.engines.rows import IGNORED
 from toolkit.engines.tensors import compiled, dtype_name, local, tensors_in
 from toolkit.engines.wrappers import innermost
 from toolkit.measuring.traffic import CountingMode
+from toolkit.records.evidence import IGNORED
 
 MAX_FORWARDS: Final = 10_000
 """Forwards whose rows are kept, the first ones."""

@@ -9,7 +9,6 @@ than a spike: the bounds are far beyond the numbers of successful trainings
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections import deque
 from collections.abc import Callable
@@ -19,7 +18,9 @@ from typing import Any, Literal, NoReturn
 
 from toolkit.environment import PREFER_CUDNN
 from toolkit.errors import GuardError
+from toolkit.escaping import listed
 from toolkit.launching.ranks import say
+from toolkit.records.manifests import checkpoint_step
 
 Mode = Literal["stop", "warn"]
 
@@ -226,12 +227,12 @@ class Guards:
                 for rank in bad
                 if rank.sample_ids
             )
-            losses = _listed(f"{rank.loss:g} on rank {rank.rank}" for rank in bad)
+            losses = listed(f"{rank.loss:g} on rank {rank.rank}" for rank in bad)
             sentence = f"The loss of step {health.step} is not finite: {losses}{rows}."
             advice = "Look at those rows, lower --learning_rate, or train in bf16 or fp32."
             self.report("loss", sentence, advice, step=health.step)
             return
-        norms = _listed(
+        norms = listed(
             f"{rank.grad_norm:g} on rank {rank.rank}"
             for rank in ranks
             if rank.grad_norm is not None and not math.isfinite(rank.grad_norm)
@@ -335,9 +336,9 @@ def newest_checkpoint(folder: Path | None) -> Path | None:
     # The manifest of a committed checkpoint, or the last file of the Trainer's but random states.
     ends = ("manifest.json", "trainer_state.json")
     complete = {
-        int(matched[1]): path
+        step: path
         for path in folder.glob("checkpoint-*")
-        if (matched := re.fullmatch(r"checkpoint-(\d+)", path.name))
+        if (step := checkpoint_step(path)) is not None
         and any((path / end).exists() for end in ends)
     }
     return complete[max(complete)] if complete else None
@@ -347,7 +348,7 @@ def odd_ones_out(values: dict[int, Any]) -> str:
     """Name the ranks whose value differs from the majority; rank 0's value decides a tie."""
     counts = {rank: [*values.values()].count(value) for rank, value in values.items()}
     usual = values[max(values, key=lambda rank: (counts[rank], -rank))]
-    return _listed(f"rank {rank}" for rank, value in values.items() if value != usual).capitalize()
+    return listed(f"rank {rank}" for rank, value in values.items() if value != usual).capitalize()
 
 
 def say_on_rank_0(sentence: str) -> None:
@@ -373,11 +374,6 @@ def _about_cudnn() -> str:
         "cuDNN's attention gives such gradients at times: leave out --cudnn_attention, or in a "
         "script of your own call torch.backends.cuda.enable_cudnn_sdp(False) before training. "
     )
-
-
-def _listed(items: Any) -> str:
-    words = list(items)
-    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)
 
 
 def _few(ids: list[int]) -> str:

@@ -18,12 +18,12 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from toolkit.data.sampling_order import validation_rows
-from toolkit.data.tokens import IGNORED
 from toolkit.engines.backend import backend_of
 from toolkit.engines.side_effect_free import side_effect_free
 from toolkit.engines.wrapped import Wrapped
 from toolkit.launching.progress import progressed
 from toolkit.measuring.recorder import Recorder
+from toolkit.records.evidence import IGNORED
 from toolkit.records.fields import Evaluated
 from toolkit.training.evaluation_plan import Schedule
 from toolkit.training.observers import Observer

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from toolkit.data.arguments import DataArguments
 from toolkit.data.dataset import TokenDataset
 from toolkit.data.flags import is_on, plain_value
-from toolkit.data.tokens import IGNORED
 from toolkit.errors import UsageError
+from toolkit.records.evidence import IGNORED
 
 if TYPE_CHECKING:
     from datasets import Dataset

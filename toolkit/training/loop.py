@@ -20,13 +20,13 @@ from transformers.trainer_pt_utils import get_parameter_names
 from toolkit.checkpoints.resuming import Resumed
 from toolkit.checkpoints.states import read_random_state, read_states
 from toolkit.data.packing import keep_texts_apart
-from toolkit.data.tokens import IGNORED
 from toolkit.engines.backend import backend_of, wrap
 from toolkit.engines.masters import clip_in_fp32, moments_of, stepping_on_masters
 from toolkit.engines.tensors import number
 from toolkit.engines.wrapped import Wrapped
 from toolkit.errors import UsageError
 from toolkit.measuring.recorder import Recorder
+from toolkit.records.evidence import IGNORED
 from toolkit.training import tracking
 from toolkit.training.arguments import syncs_each_batch
 from toolkit.training.observers import Observer

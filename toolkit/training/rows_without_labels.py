@@ -12,9 +12,9 @@ import inspect
 import torch
 from torch.func import functional_call
 
-from toolkit.data.tokens import IGNORED
 from toolkit.engines.tensors import shape_of
 from toolkit.errors import UsageError
+from toolkit.records.evidence import IGNORED
 from toolkit.training.job import Job, has_fillers
 from toolkit.training.methods import meta_model
 

@@ -31,7 +31,6 @@ from toolkit.configs.requested import (
     requests_checkpointing,
 )
 from toolkit.data.packing import keep_texts_apart
-from toolkit.data.tokens import IGNORED
 from toolkit.engines.backend import backend_of, strategy_of_plugins
 from toolkit.engines.fsdp2 import original_classes
 from toolkit.engines.masters import clip_in_fp32, moments_of, stepping_on_masters
@@ -47,6 +46,7 @@ from toolkit.measuring.forwards import LearnedRows
 from toolkit.measuring.heartbeat import Choice, heartbeat_for
 from toolkit.measuring.launcher import check_launch
 from toolkit.measuring.recorder import Recorder
+from toolkit.records.evidence import IGNORED
 from toolkit.records.json_files import SCHEMA, write_json
 from toolkit.records.record import RECORD_FILE, STEPS_FILE
 from toolkit.strategies import Strategy
