@@ -87,7 +87,7 @@ class Imported:
     """File descriptors that they opened."""
 
     threads_since: str | None = None
-    """What happened last before this process got a second thread; None where it has one alone."""
+    """The last import before this process got a second thread; None while it has one."""
 
 
 def main(arguments: Sequence[str]) -> NoReturn:

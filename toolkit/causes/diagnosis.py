@@ -29,7 +29,7 @@ ORDER: Final[dict[Kind, int]] = {
     **{"outside": -1, "error": 0, "line": 0, "slow": 0, "doubtful": 0},
     **{"waiting": 2, "echo": 3},
 }
-"""What is looked at first. A process that the launcher saw die by a signal stands at 1."""
+"""The order in which failures are looked at; a process that died by a signal stands at 1."""
 
 SEQUENCE: Final = re.compile(r"\bSeqNum=(\d+)")
 """Number of a collective, counted by each rank by itself."""

@@ -21,7 +21,7 @@ LEAST_SHARED: Final = GIB
 INFINIBAND: Final = Path("/sys/class/infiniband")
 
 LEAST_FILES: Final = 1024
-"""What Linux gives by default, and enough for the sockets and libraries of a rank."""
+"""Linux's default, and enough for the sockets and libraries of a rank."""
 
 REHEARSED_RANKS: Final = 2
 """Ranks of the bundled configs."""

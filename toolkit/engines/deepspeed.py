@@ -77,7 +77,7 @@ _TRACE: Final = tuple(
 
 
 def is_engine(model: Any) -> bool:
-    """Whether a model is wrapped by DeepSpeed, told without importing it."""
+    """Whether DeepSpeed wraps a model; DeepSpeed itself is not imported for the answer."""
     return hasattr(model, "zero_optimization_stage")
 
 

@@ -110,7 +110,7 @@ class Exchange:
 
     @property
     def facts(self) -> ServerExchange:
-        """What the server has to receive and to send for one worker, and where it receives it."""
+        """The bytes that the server receives from one worker and sends to it, and its buffers."""
         return ServerExchange(
             rank=SERVER,
             workers=len(self._workers),

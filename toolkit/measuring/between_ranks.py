@@ -1,4 +1,4 @@
-"""What all ranks of a script saw, held against each other when they leave, without a collective.
+"""The reports of all ranks of a script, compared when they leave, without a collective.
 
 Ranks may step unevenly and leave at different times, so each leaves its `Report` in the store where
 they met. Rank 0 judges; where it has left already, the last rank does.
@@ -35,7 +35,7 @@ class TensorReport:
     """A sum over its bits after the last step."""
 
     now: int | None
-    """The same at the end of the script."""
+    """A sum over its bits at the end of the script."""
 
     steps: int
     optimizer: int | None
@@ -89,7 +89,7 @@ class ModelReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What one rank saw."""
+    """Everything that one rank observed."""
 
     ended_well: bool
     models: list[ModelReport]

@@ -188,7 +188,7 @@ class Guards:
             )
 
     def note_bad_step(self, step: int, why: str) -> None:
-        """Keep the first step whose weights are not worth a checkpoint, and the reason."""
+        """Note a step from which on weights are not worth a checkpoint; the first one counts."""
         if self.first_bad_step is None:
             self.first_bad_step, self._why_bad = step, why
 
@@ -313,11 +313,11 @@ class Norms:
         self._largest = 0.0
 
     def above(self, norm: float) -> float:
-        """Return how many times the median a norm is, and keep it.
+        """Return a norm divided by the median of the last norms, and add it to them.
 
         Returns:
-            0 while too few are known, and for a norm below an earlier one: a model that has learned
-            its rows has small norms, and new rows bring back its first, larger ones.
+            0 while too few norms are known, and for a norm below an earlier one: a model that has
+            learned its rows has small norms, and new rows bring back its first, larger ones.
         """
         median = statistics.median(self._kept) if len(self._kept) >= NORMS_NEEDED else 0.0
         times = norm / median if median > 0 and norm > self._largest else 0.0

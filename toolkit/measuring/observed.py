@@ -1,4 +1,4 @@
-"""What hooks alone see of a training, in any script: its models, its optimizers, its rows.
+"""Observations of any script by hooks alone: its models, its optimizers, its rows.
 
 Nothing is sent in a step. At the end each rank makes a `Report`, and `between_ranks` holds those of
 all ranks against each other.

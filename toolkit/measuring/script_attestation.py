@@ -173,7 +173,7 @@ def _watch_own_loss(script: _Script) -> Undo:
 
 
 class _Script:
-    """What a script has passed through its Accelerators, and what is said of it at the end."""
+    """The objects that a script passed through its Accelerators, and the sentences on them."""
 
     def __init__(self, recorder: Recorder, observed: Observed | None) -> None:
         self.recorder, self.observed = recorder, observed

@@ -173,7 +173,7 @@ class SaveAtTheEnd(Observer):
     speed: Speed
     results: BeforeAndAfter
     summary: Summary | None = None
-    """Of the training, once the model is saved."""
+    """The summary of the training, once the model is saved."""
 
     def prepared(self, wrapped: Wrapped) -> None:
         self._engine = wrapped

@@ -1,4 +1,4 @@
-"""What `--tuned` decides by the GPU, the model and the length of the run, with a reason for each.
+"""Decisions of `--tuned` by the GPU, the model and the length of the run, each with its reason.
 
 Modules that import the model's code are imported late: a rehearsal has to hide the GPUs before.
 """
