@@ -107,6 +107,7 @@ def damages(folder: Path) -> list[str]:
     manifest: dict[str, Any] = {}
     try:
         manifest = read_manifest(folder)
+        # Ranks on machines without a common file system may find folders of the same name.
         digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
         damage = _not_a_checkpoint(folder, manifest)
     except UsageError as error:

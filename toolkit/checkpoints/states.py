@@ -36,6 +36,7 @@ def write_own(draft: Path, wrapped: Wrapped) -> None:
 def read_states(folder: Path, wrapped: Wrapped, *, step: int) -> None:
     """Read everything but the random numbers; every rank calls it, before the first step."""
     backend = backend_of(wrapped.model)
+    # Before the optimizer's groups below: reading its states also sets their learning rates.
     backend.read(folder, wrapped, step=step)
     states = _read_own(folder, wrapped.accelerator)
     backend.load_extra_state(states["swapped"])

@@ -69,6 +69,7 @@ def training_rows(
     # The filler stands behind the data, under the number that comes after theirs.
     fillers = np.full(filled - len(dataset), len(dataset))
     epochs = [
+        # PCG64 by name: `default_rng` may be another generator in a later NumPy.
         np.random.Generator(np.random.PCG64(seed + epoch)).permutation(len(dataset))
         for epoch in range(-(-steps // steps_per_epoch))
     ]

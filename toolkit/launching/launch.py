@@ -122,6 +122,7 @@ def run(
     )
     stop = signals_as_exit() if on_stop is None else follower.stopping_gently()
     with stop:
+        # Accelerate looks for a free port before its ranks bind it: meanwhile another may take it.
         for attempt in range(1, PORT_ATTEMPTS + 1):
             ending = follower.follow()
             outcome = classify_end(ending)
@@ -353,6 +354,7 @@ def _lost_the_port(outcome: Outcome, ending: Ending) -> bool:
     """Whether another process took the port between its choice and its use."""
     return (
         outcome.status == "failed"
+        # Ranks meet before their first step: a port that is lost later is another fault.
         and not any(status.step for status in ending.statuses)
         and any(PORT_TAKEN.search(line) for line in ending.lines)
     )

@@ -107,6 +107,7 @@ class RankFiles:
             text = self.get(_name(number))
             if text is None:
                 continue
+            # Clocks of two machines can't be compared: a sign is as old as its text has been here.
             if self._heard.get(number, ("", 0.0))[0] != text:
                 self._heard[number] = (text, time.monotonic())
             with contextlib.suppress(ValueError, TypeError):
@@ -117,6 +118,7 @@ class RankFiles:
     def put(self, name: str, text: str) -> None:
         """Leave a text for the other ranks; a full disk must not end this one."""
         with contextlib.suppress(OSError):
+            # Not synced: nobody reads it after a crash of the machine.
             write_text(self.folder / name, text, durable=False)
         if self._texts is not None:
             self._texts.put(name, text)

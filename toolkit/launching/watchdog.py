@@ -199,6 +199,7 @@ class _Watchdog:
         if machine() == 0:
             # The store of the launch ends with its launcher, and the others read there.
             self._wait_for(self._all_machines_have_told)
+        # An exception would end this thread alone, and the main thread hangs.
         os._exit(1)
 
     def _all_machines_have_told(self) -> bool:
@@ -221,6 +222,7 @@ class _Watchdog:
             with contextlib.suppress(RuntimeError, ValueError, KeyError):
                 groups.extend(self.collectives.groups())
 
+        # In a thread of its own, which a GPU that hangs may hold for ever.
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
         reader.join(READING_SECONDS)

@@ -128,6 +128,7 @@ def exchange(report: Report, *, rank: int, ranks: int) -> list[Report] | None:
     """
     if ranks == 1:
         return [report] if report.ended_well else None
+    # torchelastic may start all ranks again, in the same store.
     meeting, prefix = Meeting(), f"observed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     meeting.put(f"{prefix}/{rank}", json.dumps(asdict(report)))
     until = time.monotonic() + WAIT_SECONDS * (rank == 0 and report.ended_well)
@@ -136,6 +137,7 @@ def exchange(report: Report, *, rank: int, ranks: int) -> list[Report] | None:
             break
         time.sleep(LOOK_SECONDS)
     if rank == 0 and None in texts:
+        # The word first, then another look: a rank that reports later finds the word, and judges.
         meeting.put(f"{prefix}/left", "")
         texts = [meeting.get(f"{prefix}/{n}") for n in range(ranks)]
     if None in texts or (rank != 0 and meeting.get(f"{prefix}/left") is None):

@@ -229,6 +229,7 @@ class Compilation:
         """Of each compilation, a layer's backward apart from its forward."""
 
         self._ids: set[str] = set()
+        # torch's counters are of the whole process: models before this one count in them.
         self._breaks_before = _breaks()
         self._begun: list[float] = []
         callback_handler.register_start_callback(self._starts)

@@ -47,8 +47,6 @@ from toolkit.records.evidence import (
 )
 from toolkit.records.json_files import SCHEMA, write_json
 
-"""The label of a token that the loss leaves out."""
-
 COMPUTING_ONLY = {"params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
 """Keys of an optimizer's group that are not settings of its update rule."""
 
@@ -266,6 +264,7 @@ class EvidenceKeeper:
         Holds only one tensor at a time. Returns the norm of all tensors together.
         """
         if not self._main:
+            # Gathering is a collective: the other ranks take part in it, and keep nothing.
             return sum(_square(gather(p)) for p in self._parameters.values()) ** 0.5
         squares = 0.0
         with (self.folder / name).open("wb") as file:
@@ -335,6 +334,7 @@ class EvidenceKeeper:
             return
         step = self._step
         squares = [rank["squares"] for rank in ranks]
+        # Ranks that hold different parts, or none, have no digests that should agree.
         apart = self._sharded or self._backend.steps_in_backward or self._backend.one_rank_steps
         if self._backend.one_rank_steps:
             squares = [square for square in squares if square is not None]
@@ -399,6 +399,7 @@ class _Read:
         self._inputs, self._logits = inputs, getattr(output, "logits", None)
         self._rows: list[RowRead] = []
         self.take_labels(inputs.get("labels"))
+        # The gradient at the loss is the factor with which backward began.
         loss.register_hook(self._backward)
 
     def take_labels(self, labels: torch.Tensor | None) -> None:
@@ -499,6 +500,7 @@ def _header(parameters: Mapping[str, Any]) -> bytes:
         entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries).encode()
+    # safetensors aligns the numbers to 8 bytes, by spaces behind the header.
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 

@@ -72,6 +72,7 @@ class Forwards:
             return
         self.since_step += 1
         self._modes.add(module.training)
+        # Only the wrapper's hooks raise the depth: without them the model inside was called alone.
         self.bypassed += self._wrapped and not self._depth
         if len(self.rows) < MAX_FORWARDS:
             self.rows.append(hashes_of_rows([args, kwargs]))

@@ -193,6 +193,7 @@ class Guards:
             self.first_bad_step, self._why_bad = step, why
 
     def _stop(self, sentence: str, advice: str) -> NoReturn:
+        # Here alone: the flags of the guards are read before torch is imported.
         from toolkit.measuring.attestation import gather_objects
 
         last = gather_objects(self.last_checkpoint())[0]  # others may not reach rank 0's disk

@@ -30,6 +30,8 @@ FIELDS = 7
 
 Choice = Literal["stop", "warn", "off"]
 
+# A maximum of negated numbers is their minimum: with both, ranks see whether all orders are equal,
+# and how long the least busy rank worked.
 _NORM, _ORDER, _ORDER_NEGATED, _BUSIEST, _IDLEST_NEGATED, _WALL, _STOP = range(FIELDS)
 
 # Codes in place of a norm, from least to worst, so that the maximum keeps the worst. Norms are

@@ -51,6 +51,7 @@ def main() -> None:
     """Print the count of the config on stdin."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
+    # stdout is for the answer alone; libraries may print as well.
     with redirect_stdout(sys.stderr):
         answer = count_model(json.load(sys.stdin))
     print(json.dumps(answer))  # noqa: T201

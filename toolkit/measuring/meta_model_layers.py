@@ -156,6 +156,7 @@ class LayerCount:
         products, attended = live.products, live.attended
         gradient = torch.empty_like(result, requires_grad=False)
         held = kept.get(live.serial(start), 0)
+        # Tensors that only these names hold would count as alive in the backward.
         del out, result, args, kwargs
         # A part of the graph that leads to no result is freed with it.
         saved = sum(size for serial, size in kept.items() if serial in live.living())

@@ -65,6 +65,7 @@ def check_loaded(guards: Guards, model: Any) -> None:
         guards.not_watched["initial weights"] = SHARDED
         return
     sums = checksums(model)
+    # One number a rank is enough where all is well; sums of all tensors are sent where it isn't.
     digests = dict(enumerate(gather_objects(_digest(sorted(sums.items())))))
     if len(set(digests.values())) == 1:
         return
@@ -91,6 +92,7 @@ def check_replicas(guards: Guards, model: Any, *, step: int) -> None:
     by_shard: dict[Shard, list[Any]] = defaultdict(list)
     for (name, shard), of_one in sums.items():
         by_shard[shard].append((name, of_one))
+    # Likewise one number for each shard, before the sums of all tensors.
     if not _unequal(gather_objects({shard: _digest(held) for shard, held in by_shard.items()})):
         return
     # Ranks of a pipeline also hold the same shards of other layers, and sketches are never equal.

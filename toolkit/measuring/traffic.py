@@ -239,6 +239,7 @@ class Ledger(CountingMode):
         if phase in ("forward", "backward") and shared:
             return "activations"
         if phase is None:
+            # Between steps, a single number of each rank is a loss or a count.
             of_a_rank = elements // ranks if kind in ("all_gather", "gather") else elements
             # The last stage of a pipeline tells the others its losses.
             is_told = kind == "broadcast" and shared

@@ -129,6 +129,7 @@ def checked_job(own: OwnArguments) -> Job:
         max_steps=values["max_steps"],
         num_train_epochs=values["num_train_epochs"],
     )
+    # Only now: whether compiling pays for itself depends on the number of steps.
     request, without_kernels = replace(tuning, values=values).with_kernels(steps)
     own = request.own
     if own.run.evidence_step is not None and own.run.evidence_step > steps:

@@ -64,6 +64,7 @@ def train(job: Job, status: StatusFile) -> None:
     Raises:
         Refused: the actual settings are not the requested ones.
     """
+    # `toolkit.train` turns it off while everything is imported.
     gc.enable()
     own, output_dir = job.own, job.output_dir
     if job.finished:

@@ -63,6 +63,7 @@ class Tuning:
         """
         from toolkit.training.preflight import facts_under
 
+        # `compiled_job` adds the compiled layers.
         speed = replace(self.speed, compile_blocks=False)
         request = replace(self.request, own=replace(self.request.own, speed=speed))
         run = {
@@ -108,6 +109,7 @@ class Tuning:
         if self.strategy.schedule is not None:
             raise UsageError(f"{self.strategy.name} needs its micro-batches.")
         room = Room(gpu_bytes=min(gpu.memory_bytes for gpu in self.gpus))
+        # A divisor keeps the rows of a step, and with them the training, as they were.
         for size in sorted((n for n in range(1, rows + 1) if rows % n == 0), reverse=True):
             if fits(self.job.with_(batch=size, accumulation=rows // size), room):
                 return size

@@ -214,6 +214,7 @@ def cut_model(
     Raises:
         UsageError: the model has parameters that no stage can hold.
     """
+    # Before anything is cut: names of tied weights are those of the whole model.
     whole = _whole_names(model)
     modules = {name: model.get_submodule(name) for name in _places(observed)}
     places = [_places_of(observed, layers, stage) for stage in range(len(layers))]
