@@ -78,6 +78,7 @@ def training_rows(
     if reverse:
         order = order.reshape(steps, global_batch)[:, ::-1].reshape(-1)
     ragged = _with_filler(dataset, pad_token_id) if len(dataset) in order else dataset
+    # In memory: `datasets` would write the numbers of the rows into a file of the cache.
     ragged = ragged.select(order, keep_in_memory=True)
     if not throughput_steps:
         return ragged

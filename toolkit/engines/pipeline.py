@@ -117,6 +117,7 @@ def wrap(
 ) -> tuple[Any, Any, Any]:
     """Cut a model into stages and prepare this rank's for training."""
     request: PipelineRequest = getattr(model, _ASKED)
+    # By name: the cut drops parameters that the optimizer's groups hold, or puts others there.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     pipeline = Pipeline(
@@ -135,6 +136,7 @@ def wrap(
         group["params"] = [held[name] for name in of_group if name in held]
     parts_of = group_by_mesh(optimizer)
     setattr(model, _GROUPS, _names_by_part(optimizer, parts_of, groups, held))
+    # Accelerate's own would take the norm of this rank's stages alone.
     vars(accelerator)["clip_grad_norm_"] = lambda _, limit: pipeline.clip(limit)
     rows = rows_of_rank(
         accelerator,

@@ -26,7 +26,7 @@ Failure = Literal["failed", "refused", "usage"]
 
 STATUS_DIR = "TOOLKIT_STATUS_DIR"
 
-ASKED_FILE = "asked.json"
+REQUEST_FILE = "asked.json"
 """The facts that decide a run's memory, beside the status files: a failed run has no record."""
 
 PEAK_STEPS = 2

@@ -178,6 +178,7 @@ class OnGpu(TorchFunctionMode):
             case "scaled_dot_product_attention":
                 given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
                 out = FusedAttention.apply(given["query"], given["key"], given["value"])
+                # The result, and the fp32 number that the kernel keeps for each row.
                 self._live.attended += bytes_of(out) + 4 * out[..., 0].numel()
                 return out
             case "grouped_mm" | "_grouped_mm":
@@ -185,6 +186,7 @@ class OnGpu(TorchFunctionMode):
             case "dropout" if isinstance(args[0], torch.Tensor):
                 given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
                 if given.get("training", True) and given.get("p", 0.5):
+                    # As a GPU's kernel, which keeps a mask of a byte an element for the backward.
                     return torch.native_dropout(args[0], given.get("p", 0.5), True)[0]
                 return args[0]
             case _:

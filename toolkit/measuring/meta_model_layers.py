@@ -144,6 +144,7 @@ class LayerCount:
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             serial = live.serial(tensor)
+            # Made within the layer, or its input: tensors from before belong to other layers.
             if serial > made or number_of(tensor) == number_of(start):
                 kept[serial] = bytes_of(tensor)
             return tensor

@@ -25,7 +25,7 @@ from toolkit.engines.tensor_parallel import claim_mesh
 from toolkit.engines.wrapped import Wrapped
 from toolkit.launching.processes import age_seconds
 from toolkit.launching.ranks import rank, say
-from toolkit.launching.status import ASKED_FILE, STATUS_DIR, StatusFile
+from toolkit.launching.status import REQUEST_FILE, STATUS_DIR, StatusFile
 from toolkit.launching.step_lines import Display, StepLines
 from toolkit.measuring import memory
 from toolkit.measuring.attestation import Refused
@@ -43,7 +43,7 @@ from toolkit.training.loop import train_loop
 from toolkit.training.observers import Observer
 from toolkit.training.pipelines import pipeline_request
 from toolkit.training.rows_without_labels import check_rows_without_labels
-from toolkit.training.run_record import asked, described, recorder_of
+from toolkit.training.run_record import described, recorder_of, request_facts
 from toolkit.training.saving import save_model
 from toolkit.training.speed import Speed
 from toolkit.training.speed.attention import choose_kernels
@@ -107,7 +107,7 @@ def train(job: Job, status: StatusFile) -> None:
     for reason in speed.left_out.values() if rank() == 0 else ():
         say(f"left out of --tuned: {reason}")
     if rank() == 0:
-        write_json(status.path.parent / ASKED_FILE, asked(job, speed))
+        write_json(status.path.parent / REQUEST_FILE, request_facts(job, speed))
     check_rows_without_labels(job, model)
     if (pipeline := pipeline_request(job.strategy, own)) is not None:
         ask_for(model, pipeline)

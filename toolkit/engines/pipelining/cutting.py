@@ -261,6 +261,7 @@ def _forward_of(model: Any, mailbox: Mailbox) -> Callable[..., Any]:
         stage = mailbox.stage
         if stage is None:
             return mailbox.through_all(*args, **kwargs)
+        # The model's own forward has the head and the loss; the decoder alone takes no labels.
         if stage.last:
             return original(*args, **kwargs)
         return model.base_model(**{n: value for n, value in kwargs.items() if n not in LOSS_ONLY})
