@@ -150,6 +150,7 @@ class Exchange:
     def average(self, gradient: torch.Tensor, arrived: list[torch.Tensor]) -> None:
         """Replace the server's gradient by the mean over all ranks."""
         for of_worker in arrived:
+            # In the order of the ranks: in that of arrival, each run would round otherwise.
             gradient.add_(of_worker)
         gradient.div_(len(arrived) + 1)
 
@@ -214,6 +215,7 @@ class ParameterServer(Replicated):
     def gradient_rows(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         if self._exchange.is_server:
             for name, share, row in super().gradient_rows():
+                # It was divided by the copies of a gradient; the only one that counts is here.
                 yield name, share * world_size(), row
 
     def full_gradient(self, parameter: Parameter) -> torch.Tensor:

@@ -125,6 +125,7 @@ def loss_and_tokens(
         NotBetweenSteps: gradients are being accumulated.
     """
     device = accelerator.device
+    # In fp64: many batches are added up, and counts of tokens have to stay exact.
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     backend = backend_of(model)
     ranks = backend.data_parallel_size()

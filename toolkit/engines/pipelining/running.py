@@ -174,6 +174,7 @@ class Pipeline:
             module.window = Window(batches, items)
         self._first = first
         count = len(batches)
+        # A schedule of torch is made for one number of micro-batches.
         if count not in self._schedules:
             self._schedules[count] = self._torch_schedule(count)
         losses: list[torch.Tensor] = []
