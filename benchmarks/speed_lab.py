@@ -329,7 +329,7 @@ class Lab:
         from kit.speed import allowed, utilization_of
         from kit.trainers import fresh_accelerate
 
-        from toolkit.measuring.compilation import Compilation
+        from toolkit.measuring.clock import Compilation
 
         variant = Variant(**settings)
         steps = 2 if machine.smoke else STEPS

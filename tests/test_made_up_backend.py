@@ -18,7 +18,7 @@ from toolkit.configs.optimizers import optimizer_problem
 from toolkit.engines.backend import backend_of
 from toolkit.errors import UsageError
 from toolkit.measuring import memory
-from toolkit.measuring.attestation import Refused, Requested, compare, engaged_before, require
+from toolkit.measuring.attestation import Refused, Requested, actual_before, compare, require
 from toolkit.measuring.recorder import Recorder
 from toolkit.measuring.traffic import Ledger, textbook_volume
 from toolkit.planning import recommend
@@ -165,10 +165,10 @@ def test_a_wrapper_that_no_backend_has_is_refused_by_its_name(monkeypatch):
     """Of one process nothing is told by it: a user's own model may look like a wrapper."""
     accelerator = Accelerator(cpu=True)
     wrapped = MadeUp(torch.nn.Linear(4, 1))
-    assert backend_of(wrapped).engaged(accelerator)["wrapper"] == "none"
+    assert backend_of(wrapped).actual_settings(accelerator)["wrapper"] == "none"
     monkeypatch.setattr(engines.ddp, "world_size", lambda: 2)
     asked = Requested(strategy=STRATEGIES["ddp"], num_processes=2).before_first_step()
-    mismatches = compare(asked, engaged_before(accelerator, wrapped), rank=0)
+    mismatches = compare(asked, actual_before(accelerator, wrapped), rank=0)
     said = "wrapper: asked DistributedDataParallel, engaged MadeUp (rank 0)"
     assert said in [str(mismatch) for mismatch in mismatches]
     with pytest.raises(Refused, match="MadeUp"):

@@ -275,7 +275,7 @@ class Store:
         threading.Event().wait()
 
 machines._connected = Store
-signs = machines.Signs(number=0, machines=2)
+signs = machines.MachineSigns(number=0, machines=2)
 signs.start()
 asked.wait()
 signs.stop(left=True)

@@ -323,7 +323,7 @@ def prepare(
     train_flags: TrainFlags = None,
 ) -> None:
     """Fetch the model and tokenise the data once, before a launch."""
-    from toolkit.launching.preparing import described, prepare_once
+    from toolkit.launching.preflight import described, prepare_once
 
     facts = prepare_once(train_flags or (), num_processes=num_processes)
     if as_json:
@@ -514,7 +514,7 @@ def doctor(
     else:
         from rich.console import Console
 
-        from toolkit.doctor.render import show_causes, show_findings
+        from toolkit.doctor.finding import show_causes, show_findings
 
         show = show_findings if path is None else show_causes
         show(findings, Console())

@@ -93,7 +93,7 @@ def main() -> None:
                 check_installed("deepspeed")
                 deepspeed_config.say_builds(requested.read_deepspeed_config(os.environ))
             from toolkit.measuring import machines
-            from toolkit.measuring.foreign import watch
+            from toolkit.measuring.script_attestation import watch
 
             if hang_timeout is None:
                 hang_timeout = DEFAULT_SECONDS if rehearsal else 0.0

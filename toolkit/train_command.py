@@ -32,7 +32,7 @@ from toolkit.launching.folder_lock import lock_folder
 from toolkit.launching.forking import warm_launches
 from toolkit.launching.launch import launch_command, run
 from toolkit.launching.outcome import Outcome
-from toolkit.launching.preparing import PrepareError, prepare_launch
+from toolkit.launching.preflight import PrepareError, prepare_launch
 from toolkit.launching.step_lines import Display
 from toolkit.planning.choice import ALONE, ON_SEVERAL, choose
 from toolkit.planning.of_run import RunFacts

@@ -236,7 +236,7 @@ def _trained(settings: dict[str, Any], machine: Machine) -> dict[str, Any]:
     from transformers import TrainingArguments
 
     from kit.data import full_rows
-    from toolkit.data.order import Collator
+    from toolkit.data.sampling_order import Collator
     from toolkit.training.speed import Speed
     from toolkit.training.speed_arguments import SpeedArguments
     from toolkit.training.trainer import ToolkitTrainer

@@ -152,7 +152,7 @@ def loss_and_gradients(
 
     from kit.device import device
     from kit.training import PAD
-    from toolkit.data.order import Collator
+    from toolkit.data.sampling_order import Collator
 
     dtype = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     torch.backends.cuda.matmul.fp32_precision = "ieee" if precision == "no" else "none"

@@ -45,7 +45,7 @@ EVALUATES = ("ddp", "zero1")
 
 COLD = ("zero1",)
 """A case that imports everything itself. That both kinds of start train the same is tested in
-test_warm.py."""
+test_fork_server.py."""
 
 
 SHORT = ("ddp", "zero1", "fsdp", "tensor", "pipeline", "parameter_server")

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from toolkit.checkpoints.committing import committing
+from toolkit.checkpoints.atomic_folder import atomic_folder
 
 pytestmark = pytest.mark.long  # each test starts two ranks
 
@@ -34,7 +34,7 @@ FACTS = {"seed": 1}
 
 
 def write_checkpoint(folder, *, content=b"state"):
-    with committing(folder, kind="checkpoint", format=1, step=4, facts=FACTS) as draft:
+    with atomic_folder(folder, kind="checkpoint", format=1, step=4, facts=FACTS) as draft:
         (draft / "rank-0.pt").write_bytes(content)
 
 

@@ -36,7 +36,7 @@ from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.schedule import compare
 from toolkit.errors import UsageError
-from toolkit.launching import forking, launch, preparing
+from toolkit.launching import forking, launch, preflight
 from toolkit.launching.forking import SOCKET
 from toolkit.records.results import read_results
 
@@ -80,7 +80,7 @@ class World:
         script = (
             f"import sys; print({output!r}); print({words!r}, file=sys.stderr); sys.exit({status})"
         )
-        self.monkeypatch.setattr(preparing, "PREPARE", (sys.executable, "-c", script))
+        self.monkeypatch.setattr(preflight, "PREPARE", (sys.executable, "-c", script))
 
     def compare(
         self, *strategies, output=None, terminal=False, runs=None, speeds=None, also=None, **options
@@ -374,7 +374,7 @@ def test_preparing_is_told_every_strategy_that_will_run_and_whether_it_is_a_rehe
         schedule.environment, "missing_for", lambda s: "no libaio" if "nvme" in s.name else None
     )
     script = "import sys; print(*sys.argv[1:], file=sys.stderr); print('no'); sys.exit(2)"
-    monkeypatch.setattr(preparing, "PREPARE", (sys.executable, "-c", script))
+    monkeypatch.setattr(preflight, "PREPARE", (sys.executable, "-c", script))
     ranks = "--ranks=single:1,ddp:2,zero2:2"
     with pytest.raises(UsageError, match=f"--strategies=single,ddp,zero2 {ranks} --rehearsal "):
         world.compare("ddp", "zero3_nvme", "zero2")
@@ -644,7 +644,7 @@ def test_where_the_warm_process_ends_that_is_told_and_it_goes_on_cold(
     if when == "preparing":
         mark = str(tmp_path / "mark")
         script = DIES_ONCE.format(mark=mark, pid=process.pid, answer=world.prepared)
-        monkeypatch.setattr(preparing, "PREPARE", (sys.executable, "-c", script))
+        monkeypatch.setattr(preflight, "PREPARE", (sys.executable, "-c", script))
     else:
         threading.Thread(target=end_when, args=(world.started, process), daemon=True).start()
     runs = {"single": ["wait", "ok"]} if when == "training" else {}

@@ -24,7 +24,7 @@ from toolkit.configs.requested import (
     same_features,
 )
 from toolkit.errors import UsageError
-from toolkit.measuring.foreign import watch
+from toolkit.measuring.script_attestation import watch
 from toolkit.strategies import STRATEGIES, Strategy
 from toolkit.training.trainer import _strategy_of
 

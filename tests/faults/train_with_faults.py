@@ -42,11 +42,11 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from toolkit import environment
 from toolkit.data.arguments import DataArguments
-from toolkit.data.order import Collator, training_rows
-from toolkit.data.prepared import PreparedData, prepare_data
+from toolkit.data.dataset import TokenDataset, prepare_data
+from toolkit.data.sampling_order import Collator, training_rows
 from toolkit.data.tokenizer import load_tokenizer
-from toolkit.engines.prepared import Prepared
-from toolkit.measuring import clipping
+from toolkit.engines.wrapped import Wrapped
+from toolkit.measuring import gradients
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.evidence import EvidenceKeeper
 from toolkit.measuring.recorder import Recorder
@@ -78,9 +78,9 @@ FAST = 3e-2
 MAX_GRAD_NORM = 0.2
 SEED = 42
 
-# A run refuses some of these faults by itself (tests/measuring/test_clipping.py). Here the gates
+# A run refuses some of these faults by itself (tests/measuring/test_gradients.py). Here the gates
 # and the bisection have to find them.
-clipping.mismatches = lambda of_ranks: []
+gradients.clipping_mismatches = lambda of_ranks: []
 
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 RANK = int(os.environ.get("RANK", "0"))
@@ -155,8 +155,8 @@ class Kept(Observer):
     def __init__(self, run: Run) -> None:
         self.run = run
 
-    def prepared(self, prepared: Prepared) -> None:
-        self.engine = prepared
+    def prepared(self, wrapped: Wrapped) -> None:
+        self.engine = wrapped
 
     def step_done(self, step: int) -> None:
         self.run.done = step
@@ -168,7 +168,7 @@ class Run:
     """One training, and what a fault may change of it."""
 
     model_folder: str
-    data: PreparedData
+    data: TokenDataset
     args: TrainingArguments
     precision: str
     steps: int
@@ -185,7 +185,7 @@ class Run:
     reverse: bool = False
     order_seed: int = SEED
     load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
-    between: Callable[[Prepared], None] = lambda prepared: None
+    between: Callable[[Wrapped], None] = lambda wrapped: None
     done: int = 0
     """Steps."""
 
@@ -559,8 +559,8 @@ def saved_in_bf16(run: Run) -> Iterator[None]:
 def rate_doubled(run: Run) -> Iterator[None]:
     """In every step from the one on with which it begins."""
 
-    def doubled(prepared: Prepared) -> None:
-        for group in prepared.optimizer.param_groups if run.acts else ():
+    def doubled(wrapped: Wrapped) -> None:
+        for group in wrapped.optimizer.param_groups if run.acts else ():
             group["lr"] *= 2
 
     run.between = doubled
@@ -579,8 +579,8 @@ def rate_doubled_before(run: Run) -> Iterator[None]:
 def rate_doubled_once_before(run: Run) -> Iterator[None]:
     """In the step before alone."""
 
-    def doubled(prepared: Prepared) -> None:
-        for group in prepared.optimizer.param_groups if run.done + 2 == run.begins else ():
+    def doubled(wrapped: Wrapped) -> None:
+        for group in wrapped.optimizer.param_groups if run.done + 2 == run.begins else ():
             group["lr"] *= 2
 
     run.between = doubled
@@ -589,8 +589,8 @@ def rate_doubled_once_before(run: Run) -> Iterator[None]:
 
 @contextmanager
 def decay_dropped(run: Run) -> Iterator[None]:
-    def dropped(prepared: Prepared) -> None:
-        for group in prepared.optimizer.param_groups if run.acts else ():
+    def dropped(wrapped: Wrapped) -> None:
+        for group in wrapped.optimizer.param_groups if run.acts else ():
             group["weight_decay"] = 0.0
 
     run.between = dropped
@@ -599,8 +599,8 @@ def decay_dropped(run: Run) -> Iterator[None]:
 
 @contextmanager
 def attention_dropped(run: Run) -> Iterator[None]:
-    def dropped(prepared: Prepared) -> None:
-        for module in prepared.model.modules() if run.acts else ():
+    def dropped(wrapped: Wrapped) -> None:
+        for module in wrapped.model.modules() if run.acts else ():
             if hasattr(module, "attention_dropout"):
                 module.attention_dropout = 0.1
 
@@ -610,10 +610,10 @@ def attention_dropped(run: Run) -> Iterator[None]:
 
 @contextmanager
 def weights_of_one_rank_moved(run: Run) -> Iterator[None]:
-    def moved(prepared: Prepared) -> None:
+    def moved(wrapped: Wrapped) -> None:
         if run.done + 2 == run.begins and RANK == 1:
             with torch.no_grad():
-                next(prepared.model.parameters()).mul_(1.1)
+                next(wrapped.model.parameters()).mul_(1.1)
 
     run.between = moved
     yield

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
-from toolkit.engines.backend import traits_of
+from toolkit.engines.backend import spec_of
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.clock import PHASES, Clock
 from toolkit.measuring.merging import WARMUP_STEPS
@@ -178,7 +178,7 @@ def test_what_deepspeed_builds_is_counted_apart():
             return []
 
     clock = Clock()
-    clock.watch_builds(traits_of(STRATEGIES["zero1"], 2))
+    clock.watch_builds(spec_of(STRATEGIES["zero1"], 2))
     with pytest.raises(RuntimeError, match="not being compatible"):
         Unbuildable().jit_load()
     clock.close()

@@ -12,6 +12,7 @@ from typing import Final
 from toolkit.causes.failures import Exit, Failure, Log, read_failures
 from toolkit.causes.lines import Line, lines_of
 from toolkit.causes.table import Cause, Kind, cause_named, causes, find_cause, is_echo, phases
+from toolkit.escaping import listed
 from toolkit.launching.outcome import ERROR_LINE, shorten
 
 OUT_OF_MEMORY: Final = ("cuda-out-of-memory", "host-out-of-memory")
@@ -28,7 +29,7 @@ ORDER: Final[dict[Kind, int]] = {
     **{"outside": -1, "error": 0, "line": 0, "slow": 0, "doubtful": 0},
     **{"waiting": 2, "echo": 3},
 }
-"""What is looked at first. A process that the launcher saw die by a signal stands at 1."""
+"""The order in which failures are looked at; a process that died by a signal stands at 1."""
 
 SEQUENCE: Final = re.compile(r"\bSeqNum=(\d+)")
 """Number of a collective, counted by each rank by itself."""
@@ -275,9 +276,7 @@ def _with_missing(text: str, waited: Sequence[_Match], log: Log) -> str:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
 
 
 def _lost(failure: Failure) -> Diagnosis:

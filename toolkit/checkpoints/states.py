@@ -15,35 +15,36 @@ import numpy as np
 import torch
 
 from toolkit.engines.backend import backend_of
-from toolkit.engines.prepared import Prepared
+from toolkit.engines.wrapped import Wrapped
 
 
-def write_own(draft: Path, prepared: Prepared) -> None:
+def write_own(draft: Path, wrapped: Wrapped) -> None:
     """Write this rank's own files."""
-    accelerator, backend = prepared.accelerator, backend_of(prepared.model)
-    backend.write_alone(draft, prepared)
+    accelerator, backend = wrapped.accelerator, backend_of(wrapped.model)
+    backend.write_alone(draft, wrapped)
     scaler = accelerator.scaler  # of fp16
     states = {
         "random": _random_state(),
-        "scheduler": prepared.scheduler.state_dict(),
-        "learning_rates": [float(group["lr"]) for group in prepared.optimizer.param_groups],
+        "scheduler": wrapped.scheduler.state_dict(),
+        "learning_rates": [float(group["lr"]) for group in wrapped.optimizer.param_groups],
         "scaler": None if scaler is None else scaler.state_dict(),
-        "swapped": backend.left_out(),
+        "swapped": backend.extra_state(),
     }
     torch.save(states, draft / f"rank-{accelerator.process_index}.pt")
 
 
-def read_states(folder: Path, prepared: Prepared, *, step: int) -> None:
+def read_states(folder: Path, wrapped: Wrapped, *, step: int) -> None:
     """Read everything but the random numbers; every rank calls it, before the first step."""
-    backend = backend_of(prepared.model)
-    backend.read(folder, prepared, step=step)
-    states = _read_own(folder, prepared.accelerator)
-    backend.restore_left_out(states["swapped"])
-    prepared.scheduler.load_state_dict(states["scheduler"])
-    for group, rate in zip(prepared.optimizer.param_groups, states["learning_rates"], strict=True):
+    backend = backend_of(wrapped.model)
+    # Before the optimizer's groups below: reading its states also sets their learning rates.
+    backend.read(folder, wrapped, step=step)
+    states = _read_own(folder, wrapped.accelerator)
+    backend.load_extra_state(states["swapped"])
+    wrapped.scheduler.load_state_dict(states["scheduler"])
+    for group, rate in zip(wrapped.optimizer.param_groups, states["learning_rates"], strict=True):
         group["lr"] = rate
     if states["scaler"] is not None:
-        prepared.accelerator.scaler.load_state_dict(states["scaler"])
+        wrapped.accelerator.scaler.load_state_dict(states["scaler"])
 
 
 def read_random_state(folder: Path, accelerator: Any) -> None:

@@ -105,7 +105,7 @@ def no_prediction(reason: str | None, *, room_bytes: int | None = None) -> Predi
 
 
 def facts_of(prepared: dict[str, Any]) -> SharedFacts:
-    """Return the answer of `toolkit.training.prepare` under the names of a record."""
+    """Return the answer of `toolkit.training.preflight` under the names of a record."""
     return SharedFacts(
         model=prepared["model"],
         training=prepared["training"] | {"max_length": prepared["data"]["max_length"]},

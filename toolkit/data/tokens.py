@@ -13,12 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+from toolkit.records.evidence import IGNORED
+
 if TYPE_CHECKING:
     from datasets import Dataset, Features
     from transformers import PreTrainedTokenizerBase
-
-IGNORED = -100
-"""The label of a token that the loss leaves out, as PyTorch and transformers have it."""
 
 CUT_AWAY = "cut before the first token to train on"
 """Why a row is left out that --max_length cut too short."""

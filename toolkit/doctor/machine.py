@@ -10,8 +10,7 @@ from toolkit.doctor.finding import Finding, warn
 from toolkit.doctor.gpus import check_gpus, check_links
 from toolkit.doctor.leftovers import check_leftovers
 from toolkit.doctor.limits import check_limits
-from toolkit.doctor.packages import check_nccl, check_packages
-from toolkit.doctor.toolchain import check_toolchain
+from toolkit.doctor.software import check_nccl, check_packages, check_toolchain
 from toolkit.doctor.variables import check_variables
 from toolkit.environment import torch_build
 from toolkit.errors import UsageError, sentence_of

@@ -21,7 +21,7 @@ from typing import BinaryIO
 from toolkit.files import new_file
 from toolkit.launching import processes
 from toolkit.launching.forking import COLD, Fork, start
-from toolkit.launching.outcome import PORT_TAKEN, Ending, Outcome, judge
+from toolkit.launching.outcome import PORT_TAKEN, Ending, Outcome, classify_end
 from toolkit.launching.python import PACKAGE_FOLDER, package_folder, python_environment
 from toolkit.launching.ranks import LAUNCHER_PID
 from toolkit.launching.status import STATUS_DIR, RankStatus, read_status, read_statuses
@@ -122,9 +122,10 @@ def run(
     )
     stop = signals_as_exit() if on_stop is None else follower.stopping_gently()
     with stop:
+        # Accelerate looks for a free port before its ranks bind it: meanwhile another may take it.
         for attempt in range(1, PORT_ATTEMPTS + 1):
             ending = follower.follow()
-            outcome = judge(ending)
+            outcome = classify_end(ending)
             if attempt == PORT_ATTEMPTS or not _lost_the_port(outcome, ending):
                 return outcome
     raise AssertionError("the last attempt returns")
@@ -353,6 +354,7 @@ def _lost_the_port(outcome: Outcome, ending: Ending) -> bool:
     """Whether another process took the port between its choice and its use."""
     return (
         outcome.status == "failed"
+        # Ranks meet before their first step: a port that is lost later is another fault.
         and not any(status.step for status in ending.statuses)
         and any(PORT_TAKEN.search(line) for line in ending.lines)
     )

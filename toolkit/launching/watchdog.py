@@ -25,9 +25,9 @@ from toolkit.errors import HangError, UsageError
 from toolkit.files import write_text
 from toolkit.launching import processes
 from toolkit.launching.hang import Group, Hang, Report, read_report
+from toolkit.launching.liveness import RankFiles, Texts
 from toolkit.launching.progress import ProgressLook, frames_of_threads, steps
 from toolkit.launching.ranks import local_rank, machine
-from toolkit.launching.signs import Signs, Texts
 from toolkit.redaction import redact
 
 DEFAULT_SECONDS: Final = 600.0
@@ -117,8 +117,8 @@ class _Watchdog:
 
     def __post_init__(self) -> None:
         self.tick = min(LONGEST_TICK, self.seconds / TICKS)
-        self._signs = Signs(self.folder, self.texts)
-        self._rank = self._signs.rank
+        self._rank_files = RankFiles(self.folder, self.texts)
+        self._rank = self._rank_files.rank
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="toolkit-watchdog", daemon=True)
         self._idle = 0.0
@@ -128,12 +128,12 @@ class _Watchdog:
     # Life
 
     def start(self) -> None:
-        self._signs.remove(_report_name(self._rank))
+        self._rank_files.remove(_report_name(self._rank))
         if local_rank() == 0:
             (self.folder / HANG_FILE).unlink(missing_ok=True)
-            self._signs.remove(_told_name(machine()))
-        self._signs.forget()
-        self._signs.write(self._idle)
+            self._rank_files.remove(_told_name(machine()))
+        self._rank_files.forget()
+        self._rank_files.write(self._idle)
         self._dump_if_held()
         self._thread.start()
 
@@ -144,8 +144,9 @@ class _Watchdog:
         if self._native is not None:
             self._native.close()
             self._native_file(self._rank).unlink(missing_ok=True)
-        self._signs.write(self._idle, left=True)  # its neighbours may wait for a rank that has left
-        self._signs.clear()
+        # Its neighbours may wait in a collective for a rank that has left.
+        self._rank_files.write(self._idle, left=True)
+        self._rank_files.clear()
 
     def _run(self) -> None:
         last = time.monotonic()
@@ -154,7 +155,7 @@ class _Watchdog:
             # A process that was stopped for a while has not been idle meanwhile.
             passed, last = min(now - last, 2 * self.tick), now
             self._idle = 0.0 if self._look.has_progressed(passed) else self._idle + passed
-            self._signs.write(self._idle)
+            self._rank_files.write(self._idle)
             self._dump_if_held()
             # Signs of other machines are timed by when they are read: not only at the end.
             if self._idle and self._all_idle() and self._idle > self.seconds:
@@ -163,7 +164,7 @@ class _Watchdog:
     def _all_idle(self) -> bool:
         return all(
             sign.idle_now() > self.seconds
-            for sign in self._signs.read()
+            for sign in self._rank_files.read()
             if not sign.left and sign.lives()
         )
 
@@ -182,14 +183,14 @@ class _Watchdog:
             stacks=_stacks(),
             groups=self._groups(),
         )
-        self._signs.put(_report_name(self._rank), json.dumps(asdict(report)))
+        self._rank_files.put(_report_name(self._rank), json.dumps(asdict(report)))
         hang = self._gathered(report)
         error = HangError(_message(hang))
         # Each machine has a log of its own.
-        here = {self._rank, *(sign.rank for sign in self._signs.read() if sign.is_here)}
+        here = {self._rank, *(sign.rank for sign in self._rank_files.read() if sign.is_here)}
         if self._rank == min(report.rank for report in hang.reports if report.rank in here):
             self._print(hang, error)
-            self._signs.put(_told_name(machine()), str(self._rank))
+            self._rank_files.put(_told_name(machine()), str(self._rank))
         else:
             self._wait_for(lambda: (self.folder / HANG_FILE).exists())
         with contextlib.suppress(OSError):
@@ -198,19 +199,20 @@ class _Watchdog:
         if machine() == 0:
             # The store of the launch ends with its launcher, and the others read there.
             self._wait_for(self._all_machines_have_told)
+        # An exception would end this thread alone, and the main thread hangs.
         os._exit(1)
 
     def _all_machines_have_told(self) -> bool:
         """Whether every machine with a rank that has reported has printed what it knows."""
         machines = {
             int(sign.host.partition(" ")[0])
-            for sign in self._signs.read()
+            for sign in self._rank_files.read()
             if self._report_of(sign.rank) is not None
         }
-        return all(self._signs.get(_told_name(number)) for number in machines)
+        return all(self._rank_files.get(_told_name(number)) for number in machines)
 
     def _report_of(self, number: int) -> Report | None:
-        return read_report(self._signs.get(_report_name(number)) or "")
+        return read_report(self._rank_files.get(_report_name(number)) or "")
 
     def _groups(self) -> list[Group]:
         """Return the groups; none where a GPU that hangs keeps them from being read."""
@@ -220,6 +222,7 @@ class _Watchdog:
             with contextlib.suppress(RuntimeError, ValueError, KeyError):
                 groups.extend(self.collectives.groups())
 
+        # In a thread of its own, which a GPU that hangs may hold for ever.
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
         reader.join(READING_SECONDS)
@@ -230,12 +233,12 @@ class _Watchdog:
         self._wait_for(
             lambda: all(
                 sign.left or sign.stands() or self._report_of(sign.rank) is not None
-                for sign in self._signs.read()
+                for sign in self._rank_files.read()
             )
         )
         reports = {self._rank: report}
-        silent = dict.fromkeys(range(self._signs.ranks), "has left no sign of life here")
-        for sign in self._signs.read():
+        silent = dict.fromkeys(range(self._rank_files.ranks), "has left no sign of life here")
+        for sign in self._rank_files.read():
             silent[sign.rank] = sign.why_silent()
             if sign.rank != self._rank and (other := self._report_of(sign.rank)) is not None:
                 reports[sign.rank] = other
@@ -266,7 +269,7 @@ class _Watchdog:
 
     def _kill_silent(self) -> None:
         """Kill the ranks of this machine that cannot leave by themselves."""
-        for sign in self._signs.read():
+        for sign in self._rank_files.read():
             if sign.is_here and not sign.left and self._report_of(sign.rank) is None:
                 process = processes.find_process(sign.pid, started=sign.started)
                 processes.kill([process] if process else [])

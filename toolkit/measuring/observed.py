@@ -1,4 +1,4 @@
-"""What hooks alone see of a training, in any script: its models, its optimizers, its rows.
+"""Observations of any script by hooks alone: its models, its optimizers, its rows.
 
 Nothing is sent in a step. At the end each rank makes a `Report`, and `between_ranks` holds those of
 all ranks against each other.
@@ -18,8 +18,8 @@ import torch
 from toolkit.engines.backend import backend_of
 from toolkit.engines.loading import loads_on_rank_0
 from toolkit.engines.optimizers import optimizer_of
-from toolkit.engines.prepared import world_size
 from toolkit.engines.tensors import is_spread, named_parameters, plain_name
+from toolkit.engines.wrapped import world_size
 from toolkit.engines.wrappers import (
     class_name,
     innermost,
@@ -30,8 +30,8 @@ from toolkit.engines.wrappers import (
     watch_wrapping,
 )
 from toolkit.measuring.between_ranks import ModelReport, OptimizerReport, Report, TensorReport
-from toolkit.measuring.equal_weights import checksums
 from toolkit.measuring.forwards import Forwards
+from toolkit.measuring.replica_checks import checksums
 from toolkit.measuring.stepped import Optimizers, Stepped, SteppedTensor, rates_of
 
 
@@ -70,8 +70,8 @@ class Place(NamedTuple):
 
     model: ObservedModel
     name: str
-    piece: tuple[int, ...] | None
-    """As `Backend.pieces` says; None where no other rank has the same piece."""
+    shard: tuple[int, ...] | None
+    """As `Backend.parameter_shards` says; None where no other rank has the same shard."""
 
 
 class Observed:
@@ -191,10 +191,10 @@ class Observed:
     def _placed(self, observed: ObservedModel) -> Iterator[tuple[Place, Any]]:
         """Yield the present parameters of a model, each with its place."""
         alone = left_out_of_reduction(observed.model)
-        pieces = {name: piece for name, _, piece in backend_of(observed.model).pieces()}
+        shards = {name: shard for name, _, shard in backend_of(observed.model).parameter_shards()}
         for name, parameter in named_parameters(observed.model):
-            piece = None if name in alone else pieces.get(name)
-            yield Place(observed, name, piece), parameter
+            shard = None if name in alone else shards.get(name)
+            yield Place(observed, name, shard), parameter
 
     # At the end
 
@@ -227,7 +227,7 @@ class Observed:
         before = dict(self._tensors(observed, prepared_alone=True)) if unprepared else {}
         return ModelReport(
             name=observed.name,
-            reader=backend_of(observed.model).data_parallel_rank(),
+            data_parallel_rank=backend_of(observed.model).data_parallel_rank(),
             at_start=observed.at_start,
             tensors=dict(self._others(observed)) | tensors,
             prepared_before={name: before[name] for name in unprepared & before.keys()},
@@ -254,11 +254,11 @@ class Observed:
                     latest[place.name] = held, index
         for name, (held, index) in latest.items():
             place = self._places[id(held.tensor)]
-            if place is not None and place.piece is not None:
+            if place is not None and place.shard is not None:
                 yield (
                     name,
                     TensorReport(
-                        piece=[*place.piece],
+                        shard=[*place.shard],
                         after=held.after,
                         now=held.now(),
                         steps=held.steps,
@@ -277,12 +277,12 @@ class Observed:
     def _others(self, observed: ObservedModel) -> Iterator[tuple[str, TensorReport]]:
         """Yield the trained parameters as they are now, for ranks that have not stepped them."""
         for place, parameter in self._placed(observed):
-            if parameter.requires_grad and place.piece is not None:
+            if parameter.requires_grad and place.shard is not None:
                 now = SteppedTensor(parameter, before=None).now()
                 yield (
                     place.name,
                     TensorReport(
-                        piece=[*place.piece],
+                        shard=[*place.shard],
                         after=None,
                         now=now,
                         steps=0,

@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 )
 
 from toolkit.engines.tensors import held_part, is_partitioned, is_spread, is_swapped_out
-from toolkit.measuring.equal_weights import checksum
+from toolkit.measuring.replica_checks import checksum
 
 
 @dataclass(slots=True)

@@ -402,7 +402,7 @@ class PipelineSlots(TypedDict):
     `F`, `B`, `I` or `W` for forward, backward, or its part for inputs or weights, micro-batch."""
 
 
-class Serving(TypedDict):
+class ServerExchange(TypedDict):
     """What a parameter server has to exchange with each worker in a step."""
 
     rank: Count

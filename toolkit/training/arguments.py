@@ -162,7 +162,11 @@ class GuardArguments:
 
     def __post_init__(self) -> None:
         if self.guard_grad_norm and not 1 < self.guard_grad_norm < math.inf:
-            raise UsageError(f"--guard_grad_norm {self.guard_grad_norm:g}: use more than 1, or 0.")
+            raise UsageError(
+                f"--guard_grad_norm {self.guard_grad_norm:g}: a norm explodes when it is that many "
+                "times the median. Use more than 1, or 0 to watch only for norms that are not "
+                "finite."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The training method for one model (full, lora, qlora), checked before anything is loaded.
 
-Layers that get adapters are found in the model's skeleton: the same classes, without memory for
-weights.
+Layers that get adapters are found in a model on the meta device: it has the same classes, and no
+memory for weights.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from toolkit.environment import check_installed
 from toolkit.errors import UsageError, sentence_of
 from toolkit.strategies import COMPUTE_DTYPES
 from toolkit.training.arguments import ModelArguments
-from toolkit.training.loadable import read_config
 from toolkit.training.method_arguments import ALL_LINEAR, MethodArguments
+from toolkit.training.model_checks import read_config
 from toolkit.training.quantized import check_bitsandbytes
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def checked_method(
                 f"--dtype {dtype} and computing in {computed} don't go together with --method "
                 f"{arguments.method}. Leave --dtype out, or pass {computed} or float32."
             )
-        bare_model = skeleton(folder, trust_remote_code=model.trust_remote_code)
+        bare_model = meta_model(folder, trust_remote_code=model.trust_remote_code)
         layers, fused = adapted_layers(bare_model, arguments), fused_share(bare_model)
         if fused:
             _refuse_names_of_experts(bare_model, list(layers))
@@ -164,7 +164,7 @@ def check_strategy(method: Method, strategy: Strategy, *, precision: str) -> Non
         )
 
 
-def skeleton(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def meta_model(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Return the model in `folder` on the meta device: every layer, and no weights.
 
     Raises:

@@ -14,18 +14,18 @@ import torch
 from transformers import PrinterCallback, ProgressCallback
 
 from toolkit import environment
-from toolkit.checkpoints.keeping import Keeper, losses_before, steps_between
 from toolkit.checkpoints.preemption import Preempted, Preemption
+from toolkit.checkpoints.saver import CheckpointSaver, losses_before, steps_between
 from toolkit.data.cache import check_seconds
 from toolkit.data.flags import typed_flags
-from toolkit.data.order import Collator, count_trained
+from toolkit.data.sampling_order import Collator, count_trained
 from toolkit.engines import parameter_server
 from toolkit.engines.pipeline import ask_for
-from toolkit.engines.prepared import Prepared
 from toolkit.engines.tensor_parallel import claim_mesh
+from toolkit.engines.wrapped import Wrapped
 from toolkit.launching.processes import age_seconds
 from toolkit.launching.ranks import rank, say
-from toolkit.launching.status import ASKED_FILE, STATUS_DIR, StatusFile
+from toolkit.launching.status import REQUEST_FILE, STATUS_DIR, StatusFile
 from toolkit.launching.step_lines import Display, StepLines
 from toolkit.measuring import memory
 from toolkit.measuring.attestation import Refused
@@ -34,16 +34,16 @@ from toolkit.records.json_files import write_json
 from toolkit.records.record import RECORD_FILE, STARTING_ADAPTER
 from toolkit.records.summary import Summary, last_words
 from toolkit.training.adapters import load_for
-from toolkit.training.before_and_after import BeforeAndAfter
 from toolkit.training.card import card_of_run
 from toolkit.training.dropout import RandomForwards, turn_off
+from toolkit.training.evaluation_observer import BeforeAndAfter
 from toolkit.training.fingerprint import facts_of_job
-from toolkit.training.idle_loss import check_idle_loss
 from toolkit.training.job import Job, check_fillers
 from toolkit.training.loop import train_loop
 from toolkit.training.observers import Observer
 from toolkit.training.pipelines import pipeline_request
-from toolkit.training.run_record import asked, described, recorder_of
+from toolkit.training.rows_without_labels import check_rows_without_labels
+from toolkit.training.run_record import described, recorder_of, request_facts
 from toolkit.training.saving import save_model
 from toolkit.training.speed import Speed
 from toolkit.training.speed.attention import choose_kernels
@@ -62,8 +62,9 @@ def train(job: Job, status: StatusFile) -> None:
     """Load the model, train it, save it, and write the record; nothing of a finished run.
 
     Raises:
-        Refused: the engaged settings are not the requested ones.
+        Refused: the actual settings are not the requested ones.
     """
+    # `toolkit.train` turns it off while everything is imported.
     gc.enable()
     own, output_dir = job.own, job.output_dir
     if job.finished:
@@ -106,8 +107,8 @@ def train(job: Job, status: StatusFile) -> None:
     for reason in speed.left_out.values() if rank() == 0 else ():
         say(f"left out of --tuned: {reason}")
     if rank() == 0:
-        write_json(status.path.parent / ASKED_FILE, asked(job, speed))
-    check_idle_loss(job, model)
+        write_json(status.path.parent / REQUEST_FILE, request_facts(job, speed))
+    check_rows_without_labels(job, model)
     if (pipeline := pipeline_request(job.strategy, own)) is not None:
         ask_for(model, pipeline)
     if job.strategy.has_server:
@@ -119,7 +120,7 @@ def train(job: Job, status: StatusFile) -> None:
         )
     )
     recorder = recorder_of(job, status, speed)
-    keeper = _keeper_of(job, recorder)
+    saver = _saver_of(job, recorder)
     try:
         results = BeforeAndAfter(
             job.evaluation,
@@ -128,12 +129,12 @@ def train(job: Job, status: StatusFile) -> None:
             recorder=recorder,
             checkpoint=None if job.resumed is None else job.resumed.folder,
         )
-        keeper.write_beside = results.write_so_far
+        saver.write_beside = results.write_so_far
         forwards = [RandomForwards(recorder)] if own.run.dropout == "off" else []
         saving = SaveAtTheEnd(job, recorder, speed, results)
         observers: list[Observer] = [speed, *forwards, results, saving]
-        with _preemptible(keeper, status), _steps_shown(job, recorder, status):
-            _train_under_engine(job, model, collate, recorder, observers, keeper)
+        with _preemptible(saver, status), _steps_shown(job, recorder, status):
+            _train_under_engine(job, model, collate, recorder, observers, saver)
         # A run that keeps evidence of a later step ends before its packed rows.
         packed = own.run.throughput_steps if own.run.evidence_step is None else 0
         measured = results.with_results(recorder.finish(throughput_steps=packed))
@@ -156,7 +157,7 @@ def train(job: Job, status: StatusFile) -> None:
         if summary is not None and STATUS_DIR not in os.environ:  # else its launcher says it
             print("\n".join(["", *last_words(record, output_dir, typed_flags(sys.argv[1:]))]))  # noqa: T201
     _leave_process_group()
-    _kept_until_exit.extend((model, speed, recorder, keeper, observers))
+    _kept_until_exit.extend((model, speed, recorder, saver, observers))
 
 
 def _leave_process_group() -> None:
@@ -173,10 +174,10 @@ class SaveAtTheEnd(Observer):
     speed: Speed
     results: BeforeAndAfter
     summary: Summary | None = None
-    """Of the training, once the model is saved."""
+    """The summary of the training, once the model is saved."""
 
-    def prepared(self, prepared: Prepared) -> None:
-        self._engine = prepared
+    def prepared(self, wrapped: Wrapped) -> None:
+        self._engine = wrapped
         resumed, last_step = self.job.resumed, self.job.last_step
         if resumed is not None and resumed.step == last_step:
             self.step_done(last_step)  # the earlier run ended during this save, or after it
@@ -271,7 +272,7 @@ def _train_under_engine(
     collate: Collate,
     recorder: Recorder,
     observers: Sequence[Observer],
-    keeper: Keeper,
+    saver: CheckpointSaver,
 ) -> None:
     bucket_view = job.own.speed.gradients_in_buckets
     if job.own.run.engine == "loop":
@@ -283,7 +284,7 @@ def _train_under_engine(
             recorder=recorder,
             scheduled_steps=job.steps,
             steps_per_epoch=job.steps_per_epoch,
-            observers=[*observers, keeper],
+            observers=[*observers, saver],
             resumed=job.resumed,
             ddp_bucket_view=bucket_view,
         )
@@ -295,7 +296,7 @@ def _train_under_engine(
         data_collator=collate,
         processing_class=job.tokenizer,
         recorder=recorder,
-        keeper=keeper,
+        saver=saver,
         observers=observers,
         scheduled_steps=job.steps,
         steps_per_epoch=job.steps_per_epoch,
@@ -308,15 +309,15 @@ def _train_under_engine(
     trainer.train_from(job.resumed)
 
 
-def _keeper_of(job: Job, recorder: Recorder) -> Keeper:
-    """Return the keeper of a job's checkpoints, and tell the recorder where the run begins."""
+def _saver_of(job: Job, recorder: Recorder) -> CheckpointSaver:
+    """Return the saver of a job's checkpoints, and tell the recorder where the run begins."""
     heartbeat = recorder.heartbeat
     # A run that died before its first checkpoint begins again, and its steps don't count.
     if job.resumed is None:
         recorder.resumed_after(0, [])
     else:
         recorder.resumed_after(job.resumed.step, losses_before(job.resumed.folder))
-    keeper = Keeper(
+    saver = CheckpointSaver(
         output_dir=job.output_dir,
         facts=facts_of_job(job),
         recorder=recorder,
@@ -332,12 +333,12 @@ def _keeper_of(job: Job, recorder: Recorder) -> Keeper:
         newest=None if job.resumed is None else job.resumed.folder,
     )
     if heartbeat is not None:  # a guard's message must not name a checkpoint that was skipped
-        heartbeat.guards.last_checkpoint = lambda: keeper.newest
-    return keeper
+        heartbeat.guards.last_checkpoint = lambda: saver.newest
+    return saver
 
 
 @contextmanager
-def _preemptible(keeper: Keeper, status: StatusFile) -> Generator[None]:
+def _preemptible(saver: CheckpointSaver, status: StatusFile) -> Generator[None]:
     """Save and leave on SIGTERM or SIGHUP, and let the status file say so; every rank enters it.
 
     Without guards there is no heartbeat to agree on a step, and a signal ends the process at once.
@@ -345,11 +346,11 @@ def _preemptible(keeper: Keeper, status: StatusFile) -> Generator[None]:
     Raises:
         Preempted: on every rank.
     """
-    if keeper.preemption is None:
+    if saver.preemption is None:
         yield
         return
     try:
-        with keeper.preemption.listening():
+        with saver.preemption.listening():
             yield
     except Preempted as error:
         status.preempted(str(error))

@@ -131,7 +131,7 @@ def described(job: Job, speed: Speed) -> dict[str, Any]:
     }
 
 
-def asked(job: Job, speed: Speed) -> dict[str, Any]:
+def request_facts(job: Job, speed: Speed) -> dict[str, Any]:
     """Return the facts from which the planner tells the memory of a run, also of a failed one."""
     facts = described(job, speed)
     kept = {name: facts[name] for name in ("strategy", "precision", "model", "training")}

@@ -2,7 +2,7 @@
 
 Attention is all that has to see more than a piece of a row, and the library replaces it where the
 model calls it by name. A model that computes it elsewhere, or needs a mask of its own, would train
-on other attention without an error, so its skeleton is asked first.
+on other attention without an error, so its model on the meta device is asked first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from toolkit.errors import UnfitModelError, UsageError
 from toolkit.strategies import Strategy
 from toolkit.training.arguments import OwnArguments
-from toolkit.training.methods import skeleton
+from toolkit.training.methods import meta_model
 
 PROBE: Final = "toolkit_probe"
 """Name of an attention that only takes notes."""
@@ -71,7 +71,7 @@ def check_rows(
             f"{name} splits rows over ranks, and does not go with {'; '.join(flags)}. Leave that "
             "out, or use another strategy."
         )
-    model = skeleton(folder, trust_remote_code=own.model.trust_remote_code)
+    model = meta_model(folder, trust_remote_code=own.model.trust_remote_code)
     size = None if num_processes is None else strategy.sequence_size(num_processes)
     problem = model_problem(
         model,

@@ -105,7 +105,7 @@ class ComparisonPlan:
         """Return this plan without the runs that cannot take the model: they are skipped.
 
         Args:
-            unfit: Strategy, number of processes and reason, as `toolkit.training.prepare` has them.
+            unfit: Strategy, number of processes and reason, as `training.preflight` has them.
         """
         reasons = {(entry["strategy"], entry["num_processes"]): entry["reason"] for entry in unfit}
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.comparing.report.terminal import print_line
 from toolkit.comparing.run.plan import ComparisonPlan
 from toolkit.launching.launch import launch_environment
-from toolkit.launching.preparing import prepare_launch
+from toolkit.launching.preflight import prepare_launch
 
 if TYPE_CHECKING:
     from rich.console import Console

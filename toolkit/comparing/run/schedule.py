@@ -38,7 +38,7 @@ from toolkit.comparing.run.starting import once_more_cold, start_run
 from toolkit.errors import file_sentence
 from toolkit.launching.forking import warm_launches
 from toolkit.launching.launch import signals_as_exit
-from toolkit.launching.preparing import PrepareError
+from toolkit.launching.preflight import PrepareError
 from toolkit.records.results import RESULTS_FILE, Results
 from toolkit.redaction import learn, redacted
 

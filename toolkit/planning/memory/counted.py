@@ -11,7 +11,7 @@ from toolkit.planning.models.shape import ModelShape, TokenBytes
 from toolkit.planning.options import LoraTargets
 
 RANK = 16
-"""Rank of the adapters that are counted (measuring/skeleton_layers.py)."""
+"""Rank of the adapters that are counted (measuring/meta_model_layers.py)."""
 
 
 @lru_cache(maxsize=1024)

@@ -24,8 +24,8 @@ from toolkit.launching.supervised import supervised
 from toolkit.planning.models.reading import shown
 from toolkit.planning.models.shape import ATTENTION, Block, ModelShape, Tensor, TokenBytes
 
-WORKER = "toolkit.measuring.skeleton"
-SOURCES = ("skeleton.py", "skeleton_facts.py", "skeleton_layers.py", "meta_gpu.py")
+WORKER = "toolkit.measuring.meta_model"
+SOURCES = ("meta_model.py", "meta_model_layers.py", "meta_counting.py")
 
 SECONDS = 180.0
 """Time for the child; usual models take 5 to 15 seconds on a laptop."""
