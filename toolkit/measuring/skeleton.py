@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from toolkit.errors import sentence_of
+from toolkit.jobs.shape import ATTENTION
 from toolkit.measuring.skeleton_facts import TOWER, describe
 from toolkit.measuring.skeleton_layers import CODE_ERRORS, LayerCount
-from toolkit.planning.models.shape import ATTENTION
 
 ROWS: Final = 2
 

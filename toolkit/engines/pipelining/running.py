@@ -17,6 +17,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.modeling_outputs import CausalLMOutput
 
+from toolkit.backends.schedules import (
+    Schedule,
+    Slots,
+    Work,
+    counted_slots,
+    refused_micro_batches,
+)
+from toolkit.backends.stages import Balance, costs_of, cut
 from toolkit.engines.pipelining.cutting import STAND_INS, Batch, Cut, Window, cut_model
 from toolkit.engines.pipelining.observed import Autocast, observe
 from toolkit.engines.pipelining.torch_stages import RaggedStage, torch_schedule
@@ -24,14 +32,6 @@ from toolkit.engines.tensor_parallel import keep_parts, split
 from toolkit.engines.tensors import copies_of, local, sum_of_squares
 from toolkit.errors import UsageError
 from toolkit.planning.models.architectures import shape_from_config
-from toolkit.planning.schedules import (
-    Schedule,
-    Slots,
-    Work,
-    counted_slots,
-    refused_micro_batches,
-)
-from toolkit.planning.stages import Balance, costs_of, cut
 
 MESH: Final[tuple[str, ...]] = ("pipeline", "data", "tensor")
 """Dimensions of a mesh, the outermost first: the ranks of a tensor group are neighbours, and

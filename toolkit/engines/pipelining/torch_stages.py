@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, schedules
 
+from toolkit.backends.schedules import Schedule, Work, WorkKind
 from toolkit.engines.pipelining.cutting import StageModule
-from toolkit.planning.schedules import Schedule, Work, WorkKind
 
 
 class RaggedStage(PipelineStage):
