@@ -11,9 +11,9 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from toolkit import cli, engines, environment
+from toolkit.backends.deepspeed_json import deepspeed_config
 from toolkit.comparing.run.plan import processes_for
 from toolkit.configs.accelerate import num_processes_problem
-from toolkit.configs.deepspeed import deepspeed_config
 from toolkit.configs.optimizers import optimizer_problem
 from toolkit.engines.backend import backend_of
 from toolkit.errors import UsageError

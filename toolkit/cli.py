@@ -17,7 +17,7 @@ import typer
 from toolkit.comparing.run.options import CompareOptions, read_scale, usual_rows
 from toolkit.configs import ConfigOptions, Flag
 from toolkit.errors import UsageError, file_sentence, is_full_disk
-from toolkit.planning.options import PlanOptions, RecommendOptions
+from toolkit.jobs.options import PlanOptions, RecommendOptions
 from toolkit.redaction import redact_output
 from toolkit.strategies import STRATEGIES, get_strategy
 

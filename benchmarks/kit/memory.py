@@ -21,9 +21,9 @@ from kit.cells import Cell, Machine, Refused, Row, first_gpu
 from kit.models import build, shape_of
 from kit.result import table
 from toolkit import environment
+from toolkit.jobs.terms import GIB, Interval
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import WORKSPACES, estimate_memory
-from toolkit.planning.terms import GIB, Interval
 from toolkit.strategies import STRATEGIES
 
 TITLE: Final = "The planner against the allocator"

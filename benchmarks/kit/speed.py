@@ -11,8 +11,8 @@ from typing import Any
 from kit.cells import Cell, Machine, Refused, Row, first_gpu
 from kit.result import table
 from kit.variants import Variant, ours, recipe_of, variants
+from toolkit.jobs.shape import ModelShape
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.speed.flops import CONVENTION, model_flops
 from toolkit.strategies import STRATEGIES
 

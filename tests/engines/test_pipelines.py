@@ -8,7 +8,7 @@ import pytest
 import torch
 from places import SCRIPTS
 
-from toolkit.planning.schedules import SCHEDULES, bubble
+from toolkit.backends.schedules import SCHEDULES, bubble
 
 
 def started(folder, environment, *, tensor):

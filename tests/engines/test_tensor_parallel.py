@@ -12,10 +12,10 @@ import torch
 from places import SCRIPTS
 from transformers import AutoConfig
 
+from toolkit.backends.matrices import PLANNED, part_of_model
 from toolkit.engines.tensor_parallel import plan_problem
 from toolkit.planning.models import families as planned
 from toolkit.planning.models.architectures import shape_from_config
-from toolkit.planning.split import PLANNED, part_of_model
 
 GROUPS = {
     "one group": ("tensor", 2),

@@ -5,12 +5,12 @@ import json
 import pytest
 
 from toolkit.environment import InstalledGpu
+from toolkit.jobs.terms import GIB
 from toolkit.planning import choice
 from toolkit.planning.choice import choose
 from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.of_run import job_of
 from toolkit.planning.recommend import recommend
-from toolkit.planning.terms import GIB
 from toolkit.training.flags import checked_flags
 
 CONFIG = {

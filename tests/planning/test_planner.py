@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from toolkit.cli import app
 from toolkit.errors import UsageError
+from toolkit.jobs.terms import CATEGORIES
 from toolkit.planning.plan import plan
 from toolkit.planning.render import plans
 from toolkit.planning.render.plot import GPU_COUNTS
 from toolkit.planning.speed.traffic import collectives
-from toolkit.planning.terms import CATEGORIES
 from toolkit.strategies import STRATEGIES
 
 GIB = 2**30

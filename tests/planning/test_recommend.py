@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 from toolkit.cli import app
 from toolkit.data.arguments import DataArguments
 from toolkit.errors import UsageError
+from toolkit.jobs.options import USUAL_STRATEGIES
+from toolkit.jobs.terms import Interval
 from toolkit.planning.learning_rate import LearningRate
 from toolkit.planning.levers import CHECKPOINTING, SELECTIVE
 from toolkit.planning.memory.estimate import estimate_memory
-from toolkit.planning.options import USUAL_STRATEGIES
 from toolkit.planning.plan import plan
 from toolkit.planning.recommend import recommend
 from toolkit.planning.render.commands import paste_line
@@ -24,7 +25,6 @@ from toolkit.planning.render.recommendations import (
     write_recommendation,
 )
 from toolkit.planning.search import FULL, RUNGS, SAME_SPEED, SHARDED, SPLIT, WHOLE, Search, rank
-from toolkit.planning.terms import Interval
 from toolkit.strategies import STRATEGIES
 from toolkit.training.arguments import own_arguments
 
@@ -271,7 +271,7 @@ def test_every_optimizer_has_a_flag():
 
     from transformers.training_args import OptimizerNames
 
-    from toolkit.planning.options import OPTIM_FLAGS, Optimizer
+    from toolkit.jobs.options import OPTIM_FLAGS, Optimizer
 
     assert set(get_args(Optimizer)) == set(OPTIM_FLAGS)
     assert set(OPTIM_FLAGS.values()) <= {one.value for one in OptimizerNames}

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any, Final, TypedDict, cast
 
 from toolkit.errors import UsageError
+from toolkit.jobs.terms import Interval
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import estimate_memory, step_peak
 from toolkit.planning.memory.states import state_bytes
 from toolkit.planning.of_run import RunFacts, job_of
 from toolkit.planning.speed.traffic import collectives
-from toolkit.planning.terms import Interval
 from toolkit.records.record import Model, Record
 from toolkit.records.results import Ends, Prediction, States
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, cast
 
-from toolkit.configs.deepspeed import AUTO
+from toolkit.backends.deepspeed_json import AUTO
 
 Kind = tuple[str, Callable[[Any], bool]]
 """The requirement for a value, in words and as a check."""

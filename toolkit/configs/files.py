@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from toolkit import environment
+from toolkit.backends.deepspeed_json import deepspeed_config
 from toolkit.configs import ConfigOptions
 from toolkit.configs.accelerate import accelerate_config, with_groups
-from toolkit.configs.deepspeed import deepspeed_config
 from toolkit.errors import UsageError, is_full_disk
 from toolkit.files import write_text
 from toolkit.strategies import STRATEGIES, Strategy

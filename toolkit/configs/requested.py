@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from toolkit.configs.deepspeed import AUTO
+from toolkit.backends.deepspeed_json import AUTO
 from toolkit.configs.deepspeed_keys import mistakes_by_key
 from toolkit.errors import UsageError
 from toolkit.strategies import ALL_RANKS, DTYPES, STRATEGIES, Device, Strategy

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, get_args
 
-from toolkit.configs.deepspeed import AUTO, NVME_PATH, FittedConfig, fit_to_run
+from toolkit.backends.deepspeed_json import AUTO, NVME_PATH, FittedConfig, fit_to_run
 from toolkit.configs.deepspeed_keys import unknown_key
 from toolkit.configs.requested import DEEPSPEED_FILE, INLINE_FIELDS, read_deepspeed_config
 from toolkit.environment import check_installed, has_compiler

@@ -23,6 +23,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from toolkit.backends.schedules import bubble, counted_slots, schedule_of
+from toolkit.backends.stages import Balance
 from toolkit.engines.base import Backend, BackendSpec, Parameter, Within
 from toolkit.engines.hooks import Undo, wrap_method
 from toolkit.engines.optimizers import optimizer_of
@@ -44,8 +46,6 @@ from toolkit.engines.wrapped import (
     split_by,
     world_size,
 )
-from toolkit.planning.schedules import bubble, counted_slots, schedule_of
-from toolkit.planning.stages import Balance
 from toolkit.records.fields import PipelineSlots
 from toolkit.strategies import Strategy
 

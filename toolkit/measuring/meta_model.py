@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from toolkit.errors import sentence_of
+from toolkit.jobs.shape import ATTENTION
 from toolkit.measuring.meta_model_layers import CODE_ERRORS, LayerCount
-from toolkit.planning.models.shape import ATTENTION
 
 ROWS: Final = 2
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from toolkit.environment import InstalledGpu, memory_bytes, missing_for
 from toolkit.errors import UsageError
+from toolkit.jobs.terms import GIB
 from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.of_run import RunFacts, job_of
 from toolkit.planning.remedies import remedies, together
 from toolkit.planning.render.commands import flags_of
 from toolkit.planning.search import OFFLOADED, ORDER
-from toolkit.planning.terms import GIB
 from toolkit.planning.verdict import Room, Verdict, judge
 from toolkit.strategies import STRATEGIES
 

@@ -12,10 +12,10 @@ from typing import Any, Final
 
 from toolkit.configs.optimizers import optimizer_problem
 from toolkit.configs.proven_models import PROVEN_MODELS
+from toolkit.jobs.options import OPTIM_FLAGS, Optimizer
+from toolkit.jobs.shape import ModelShape
+from toolkit.jobs.terms import GIB
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.models.shape import ModelShape
-from toolkit.planning.options import OPTIM_FLAGS, Optimizer
-from toolkit.planning.terms import GIB
 
 CHUNK_TOKENS = 1024
 """Default of `--loss_chunk_tokens`."""
@@ -93,7 +93,7 @@ def _chunked_loss(job: PlannedJob) -> dict[str, Any]:
 
 def _bucket_view(job: PlannedJob) -> dict[str, Any]:
     # Until they are reduced, the gradients lie beside the buckets all the same.
-    has_place = job.strategy.reduces_in_buckets and job.reductions == job.accumulation
+    has_place = job.backend.has_buckets and job.reductions == job.accumulation
     return {"gradient_as_bucket_view": True} if has_place and not job.gradients_in_buckets else {}
 
 

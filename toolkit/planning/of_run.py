@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Final, TypedDict, cast, get_args
 
 from toolkit.errors import UsageError
+from toolkit.jobs.options import Dtype, Method
+from toolkit.jobs.shape import ModelShape
+from toolkit.jobs.weights import names_of_targets
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.memory.weights import names_of_targets
 from toolkit.planning.models.resolve import resolve_model
-from toolkit.planning.models.shape import ModelShape
-from toolkit.planning.options import Dtype, Method
 from toolkit.records.record import Model, Record, strategy_of
 from toolkit.strategies import COMPUTE_DTYPES, STRATEGIES, Strategy
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from toolkit.jobs.options import Goal
+from toolkit.jobs.terms import GIB
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.levers import unpacked_share
-from toolkit.planning.options import Goal
 from toolkit.planning.remedies import LARGEST_CLUSTER, Remedy
 from toolkit.planning.search import LONG_ROW, ORDER, SPLIT, SPLIT_ROWS, Candidate, Search, Training
 from toolkit.planning.speed.traffic import cost_of_sync
-from toolkit.planning.terms import GIB
 from toolkit.strategies import STRATEGIES
 
 

@@ -13,12 +13,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from toolkit.errors import UsageError
+from toolkit.jobs.options import Goal, PlanOptions, RecommendOptions, with_keywords
+from toolkit.jobs.shape import ModelShape
 from toolkit.planning import reasons
 from toolkit.planning.learning_rate import LearningRate
 from toolkit.planning.levers import qlora_problem
-from toolkit.planning.models.shape import ModelShape
-from toolkit.planning.options import Goal, PlanOptions, RecommendOptions, with_keywords
-from toolkit.planning.pipelined import waiting_share
 from toolkit.planning.plan import Plan, Rendered, plan, positive
 from toolkit.planning.remedies import Remedy, ways_out
 from toolkit.planning.search import (
@@ -101,7 +100,7 @@ def recommend(model: str | Path | ModelShape, options: RecommendOptions) -> Reco
 
     Args:
         model: As `plan` takes it.
-        options: The fields of `planning.options.RecommendOptions`, as keywords.
+        options: The fields of `jobs.options.RecommendOptions`, as keywords.
 
     Raises:
         UsageError: something is not there, or the batch can't be spread over the GPUs.
@@ -282,8 +281,8 @@ def _option(
 def _given_up(candidate: Candidate) -> Iterator[str]:
     yield from (lever.price for lever in candidate.levers if not lever.is_free)
     strategy = candidate.job.strategy
-    if strategy.schedule is not None:
-        share = waiting_share(candidate.job)
+    share = candidate.job.backend.waiting_share(candidate.job)
+    if share is not None:
         yield f"each GPU waits for the others {share:.0%} of the time, by slots"
     if strategy.tensor > 1:
         yield "activations cross the wire in every layer, and nothing is computed meanwhile"

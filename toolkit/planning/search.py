@@ -12,18 +12,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from toolkit.backends import backend_of
 from toolkit.configs.accelerate import num_processes_problem, with_groups
 from toolkit.configs.optimizers import optimizer_problem
 from toolkit.errors import UsageError
+from toolkit.jobs.options import OPTIM_FLAGS, Goal, Method
 from toolkit.planning import levers
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.levers import Lever
 from toolkit.planning.memory.estimate import MemoryEstimate, estimate_memory
-from toolkit.planning.options import OPTIM_FLAGS, Goal, Method
-from toolkit.planning.rows import split_problem
 from toolkit.planning.speed.estimate import PlannedSpeed, estimate_speed
 from toolkit.planning.speed.gpus import Gpu
-from toolkit.planning.split import part_of_rank
 from toolkit.planning.verdict import Room, Verdict, judge
 from toolkit.strategies import STRATEGIES, Strategy
 
@@ -200,14 +199,17 @@ class Search:
             return self.split_problem(strategy) is None
         if strategy.splits_rows:
             sharing = strategy.sequence_size(job.gpus)
-            return job.sequence >= LONG_ROW and not split_problem(strategy, sharing, job.model)
+            return job.sequence >= LONG_ROW and not (
+                backend_of(strategy).split_problem(sharing, job.model)
+            )
         # Replicas in one node only cost memory.
         return strategy.replicas == 1 or job.nodes > 1
 
     def split_problem(self, strategy: Strategy) -> str | None:
         """Say why a strategy cannot split the model; None where it can."""
         try:
-            part_of_rank(self.base.job.with_(strategy=strategy))
+            job = self.base.job.with_(strategy=strategy)
+            job.backend.part(job)
         except UsageError as error:
             return str(error).split(". ")[0]
         return None

@@ -369,7 +369,7 @@ class Sample(TypedDict):
 
 
 class PipelineSlots(TypedDict):
-    """Work and waiting of the ranks in one step, in slots (`planning.schedules`)."""
+    """Work and waiting of the ranks in one step, in slots (`backends.schedules`)."""
 
     schedule: Annotated[str, Fact("text", "pipeline", "schedule", csv="schedule")]
     """Name of the schedule: `gpipe`, `1f1b`, ..."""

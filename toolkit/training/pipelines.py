@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.backends.schedules import bubble, refused_micro_batches, schedule_of
+from toolkit.backends.stages import costs_of, cut
 from toolkit.configs.accelerate import num_processes_problem
 from toolkit.errors import UnfitModelError, UsageError
 from toolkit.planning.models.architectures import shape_from_config
-from toolkit.planning.schedules import bubble, refused_micro_batches, schedule_of
-from toolkit.planning.stages import costs_of, cut
 from toolkit.strategies import Strategy
 from toolkit.training.arguments import OwnArguments, RunArguments
 

@@ -24,13 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, schedules
 from transformers.modeling_outputs import CausalLMOutput
 
-from toolkit.engines.pipelining.cutting import STAND_INS, Batch, Cut, StageModule, Window, cut_model
-from toolkit.engines.pipelining.observed import Autocast, observe
-from toolkit.engines.tensor_parallel import keep_parts, split
-from toolkit.engines.tensors import copies_of, local, sum_of_squares
-from toolkit.errors import UsageError
-from toolkit.planning.models.architectures import shape_from_config
-from toolkit.planning.schedules import (
+from toolkit.backends.schedules import (
     Schedule,
     Slots,
     Work,
@@ -38,7 +32,13 @@ from toolkit.planning.schedules import (
     counted_slots,
     refused_micro_batches,
 )
-from toolkit.planning.stages import Balance, costs_of, cut
+from toolkit.backends.stages import Balance, costs_of, cut
+from toolkit.engines.pipelining.cutting import STAND_INS, Batch, Cut, StageModule, Window, cut_model
+from toolkit.engines.pipelining.observed import Autocast, observe
+from toolkit.engines.tensor_parallel import keep_parts, split
+from toolkit.engines.tensors import copies_of, local, sum_of_squares
+from toolkit.errors import UsageError
+from toolkit.planning.models.architectures import shape_from_config
 
 MESH: Final[tuple[str, ...]] = ("pipeline", "data", "tensor")
 """Dimensions of a mesh, the outermost first: the ranks of a tensor group are neighbours, and

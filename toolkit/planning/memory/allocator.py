@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from toolkit.jobs.terms import PHASES, Interval, Term, sums_by_phase
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.terms import PHASES, Interval, Term, sums_by_phase
 
 STAYING = Interval(1.0, 1.02)
 """Factor on what stays: a request of over 10 MiB is rounded up to 2 MiB
@@ -119,5 +119,5 @@ def pools_of(job: PlannedJob, terms: Sequence[Term]) -> Pools:
 def _kind(job: PlannedJob, *, are_logits: bool) -> Kind:
     if job.checkpointing == "none":
         return "plain"
-    whole = job.method == "full" and job.strategy.sharding == "whole"
+    whole = job.method == "full" and job.backend.whole
     return "logits" if job.checkpointing == "full" and whole and are_logits else "checkpointed"

@@ -19,10 +19,10 @@ from typing import Any, cast
 from toolkit.environment import cache_root
 from toolkit.errors import UsageError
 from toolkit.files import write_text
+from toolkit.jobs.shape import ATTENTION, Block, ModelShape, Tensor, TokenBytes
 from toolkit.launching.python import package_folder, python_environment
 from toolkit.launching.supervised import supervised
 from toolkit.planning.models.reading import shown
-from toolkit.planning.models.shape import ATTENTION, Block, ModelShape, Tensor, TokenBytes
 
 WORKER = "toolkit.measuring.meta_model"
 SOURCES = ("meta_model.py", "meta_model_layers.py", "meta_counting.py")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from toolkit.jobs.shape import Block
 from toolkit.planning.models.family import (
     ALWAYS,
     KEYS,
@@ -26,7 +27,6 @@ from toolkit.planning.models.family import (
     plain_mlp,
     router,
 )
-from toolkit.planning.models.shape import Block
 
 _PRE_NORMS = norms("input_layernorm", "post_attention_layernorm")
 _FEEDFORWARD_NORMS = norms("pre_feedforward_layernorm", "post_feedforward_layernorm")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from toolkit.jobs.terms import GIB
 from toolkit.planning.plan import Plan, PlanRow
 from toolkit.planning.recommend import Option, Recommendation
 from toolkit.planning.render.plans import figures_of, span
@@ -13,7 +14,6 @@ from toolkit.planning.render.recommendations import (
     option_lines,
     pace,
 )
-from toolkit.planning.terms import GIB
 
 HEADERS = (
     "strategy",

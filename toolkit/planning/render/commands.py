@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from toolkit.jobs.options import OPTIM_FLAGS
+from toolkit.jobs.weights import names_of_targets
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.memory.weights import names_of_targets
-from toolkit.planning.options import OPTIM_FLAGS
 from toolkit.planning.recommend import Option
 from toolkit.strategies import STRATEGIES
 

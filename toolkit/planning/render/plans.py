@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+from toolkit.jobs.terms import CATEGORIES, GIB, Category, Interval, Phase, Term
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import MemoryEstimate
-from toolkit.planning.pipelined import waiting_share
 from toolkit.planning.plan import Plan, PlanRow
 from toolkit.planning.speed.traffic import collectives
-from toolkit.planning.terms import CATEGORIES, GIB, Category, Interval, Phase, Term
 from toolkit.planning.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -316,8 +315,8 @@ def _cells(plan: Plan, row: PlanRow) -> dict[str, Text | str]:
     }
     if any(other.strategy.splits_model for other in plan.rows):
         cells["mesh"] = row.strategy.mesh(row.job.gpus)
-    if row.strategy.schedule is not None:
-        cells["bubble"] = f"{waiting_share(row.job):.0%}"
+    if (share := row.job.backend.waiting_share(row.job)) is not None:
+        cells["bubble"] = f"{share:.0%}"
     figures = (_short(size / GIB) for size in figures_of(memory))
     cells |= dict(zip(("allocated", "expected", "worst"), figures, strict=True))
     if memory.host_bytes.high:

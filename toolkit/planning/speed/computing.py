@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from toolkit.jobs.options import LoraTargets
+from toolkit.jobs.shape import ModelShape
+from toolkit.jobs.terms import Interval
+from toolkit.jobs.weights import Weights, adapted_tensors, weights_of
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.memory.weights import Weights, adapted_tensors, weights_of
-from toolkit.planning.models.shape import ModelShape
-from toolkit.planning.options import LoraTargets
 from toolkit.planning.speed import rates
 from toolkit.planning.speed.flops import attention_flops, linear_flops
 from toolkit.planning.speed.gpus import Gpu
-from toolkit.planning.terms import Interval
 
 
 @dataclass(slots=True, kw_only=True)
@@ -160,8 +160,7 @@ def _elementwise(job: PlannedJob) -> Interval:
     """Bytes that one token moves outside of products, forward, backward and recomputed."""
     fused, eager = _elementwise_forward(job.model)
     passes = _forwards(job) + rates.BACKWARD
-    casts = not (job.strategy.steps_on_masters or job.bf16_weights)
-    mixed = job.precision != "no" and casts
+    mixed = job.precision != "no" and not job.backend.has_masters(job)
     width = {"no": 2, "bf16": 1, "fp16": 1}[job.precision]
     most = (fused if job.compiles else eager) * (rates.AUTOCAST if mixed else 1)
     return Interval(fused * passes * width, most * passes * width)

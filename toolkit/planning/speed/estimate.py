@@ -11,15 +11,13 @@ import math
 from dataclasses import dataclass
 
 from toolkit.errors import UsageError
+from toolkit.jobs.terms import Interval
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.pipelined import waiting_share
 from toolkit.planning.speed import rates
 from toolkit.planning.speed.computing import SpeedTerm, computing, total
 from toolkit.planning.speed.flops import CONVENTION, model_flops
 from toolkit.planning.speed.gpus import Gpu
 from toolkit.planning.speed.transfers import communicating, stepping
-from toolkit.planning.split import different_parts, part_of_rank
-from toolkit.planning.terms import Interval
 from toolkit.strategies import SHORT_DTYPES
 
 COMPILED = (
@@ -90,8 +88,7 @@ def estimate_speed(
     # Where precision isn't mixed, the dtype of the weights is computed in.
     rate = gpu.flops(job.precision if job.precision != "no" else SHORT_DTYPES[job.dtype])
     # Stages wait for the slowest of them.
-    piped = job.strategy.schedule is not None
-    parts = different_parts(job) if piped else [part_of_rank(job)]
+    parts = job.backend.different_parts(job)
     of_parts = [(part, computing(part, gpu, rate)) for part in parts]
     of_rank, once = max(of_parts, key=lambda part: total(part[1]).high)
     micro = total(once)
@@ -106,8 +103,8 @@ def estimate_speed(
             )
             for term in once
         ]
-    if piped:
-        share = waiting_share(job)
+    share = job.backend.waiting_share(job)
+    if share is not None:
         terms.append(
             SpeedTerm(
                 name="waiting for the other stages",

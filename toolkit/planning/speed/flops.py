@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from toolkit.jobs.shape import ModelShape
+from toolkit.jobs.weights import weights_of
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.memory.weights import weights_of
-from toolkit.planning.models.shape import ModelShape
 
 CONVENTION = "PaLM: 6 N + 12 L H Q T, embedding lookups not in N, no causal discount"
 

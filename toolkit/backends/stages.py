@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Literal
 
 from toolkit.errors import UsageError
-from toolkit.planning.models.shape import ModelShape, Tensor
+from toolkit.jobs.shape import ModelShape, Tensor
 
 Balance = Literal["parameters", "flops"]
 

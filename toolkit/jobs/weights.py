@@ -11,9 +11,9 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from toolkit.errors import UsageError
-from toolkit.planning.job import PlannedJob
-from toolkit.planning.models.shape import ModelShape, Tensor
-from toolkit.planning.options import LoraTargets, Method
+from toolkit.jobs.job import Job
+from toolkit.jobs.options import LoraTargets, Method
+from toolkit.jobs.shape import ModelShape, Tensor
 from toolkit.strategies import COMPUTE_DTYPES, DTYPE_BYTES
 
 COMPUTE_SIZE = {precision: DTYPE_BYTES[dtype] for precision, dtype in COMPUTE_DTYPES.items()}
@@ -133,33 +133,53 @@ class Weights:
         return total
 
 
-def weights_of(job: PlannedJob) -> Weights:
+def weights_of(job: Job) -> Weights:
     """Return the tensors of `job`; the same object for the same model and method."""
     if job.method == "full":
         return _weights(job.model, job.method, 0, "all-linear", False)
     return _weights(job.model, job.method, job.lora_rank, job.lora_targets, job.lora_embeddings)
 
 
-def trained_size(job: PlannedJob) -> int:
-    """Return the bytes of an element of a trained parameter, as a rank keeps it.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Units:
+    """Elements of the units that FSDP2 gathers at once, as Accelerate 1.15 wraps a model."""
 
-    DeepSpeed casts the model to the compute dtype and keeps fp32 masters; Accelerate raises trained
-    weights to fp32 for FSDP2 in mixed precision (fsdp_utils.py, accelerate 1.15); peft keeps
-    adapters in fp32. DDP keeps the loaded dtype, but for `bf16_weights`.
+    layer: int
+    """Elements of the largest decoder layer."""
 
-    Raises:
-        UsageError: DeepSpeed is to compute in fp32 with weights of 16 bits, which it refuses.
-    """
-    if job.strategy.steps_on_masters:
-        if job.precision == "no" and job.dtype != "float32" and job.method == "full":
-            raise UsageError(
-                f"{job.strategy.name} computes in fp32 with weights in fp32 only, and these are "
-                f"loaded in {job.dtype}. Ask for precision bf16 or fp16, or for float32 weights."
-            )
-        return COMPUTE_SIZE[job.precision]
-    if job.method != "full" or (job.strategy.sharding == "rows" and job.precision != "no"):
-        return 4
-    return DTYPE_BYTES["bfloat16" if job.bf16_weights else job.dtype]
+    tail: int
+    """Elements of the last norm and head, with a tied embedding and all parameters in no other
+    unit. These stay gathered from the end of forward into backward."""
+
+    largest: int
+    """Elements of the largest of these units and an untied embedding, which is a separate unit."""
+
+    widest: int
+    """Elements of the largest tensor of a layer."""
+
+
+@lru_cache(maxsize=1024)
+def units_of(model: ModelShape) -> Units:
+    embedding = 0
+    if not model.tied:
+        embedding = max((t.elements for t in model.of_kind("embedding")), default=0)
+    layer = max(model.layer_parameters, default=0)
+    tail = model.outside_parameters - embedding
+    return Units(
+        layer=layer,
+        tail=tail,
+        largest=max(layer, tail, embedding),
+        widest=max((t.elements for t in model.tensors if t.layer is not None), default=0),
+    )
+
+
+def trained_units(job: Job) -> Units:
+    """Return the elements of the units that have gradients: of adapters, none worth a buffer."""
+    units = units_of(job.model)
+    if job.method == "full":
+        return units
+    ends = [t.elements for t in weights_of(job).trained.listed if t.layer is None]
+    return Units(layer=0, tail=ends[-1], largest=max(ends), widest=0)
 
 
 @lru_cache(maxsize=512)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
-from toolkit.configs.deepspeed import deepspeed_config, fit_to_run
+from toolkit.backends.deepspeed_json import deepspeed_config, fit_to_run
 from toolkit.errors import UsageError
-from toolkit.planning.job import PlannedJob
-from toolkit.planning.models.shape import ModelShape
+from toolkit.jobs.job import Job
+from toolkit.jobs.shape import ModelShape
 from toolkit.strategies import Strategy
 
 PARAMETER_BUFFERS = 5
@@ -70,7 +70,7 @@ class ZeroSettings:
     """Whether torch's autocast also runs, although the weights are cast already."""
 
 
-def zero_settings(job: PlannedJob) -> ZeroSettings:
+def zero_settings(job: Job) -> ZeroSettings:
     """Return the settings of a run of `job` under DeepSpeed, `auto` and fitting included.
 
     Raises:

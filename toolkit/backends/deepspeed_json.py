@@ -14,8 +14,8 @@ import copy
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from toolkit.configs import ConfigOptions
 from toolkit.errors import UsageError
+from toolkit.jobs.config_options import ConfigOptions
 from toolkit.strategies import Device, Strategy
 
 BUCKET_ELEMENTS = 50_000_000

@@ -15,6 +15,10 @@ PHASES: tuple[Phase, ...] = ("loss", "head", "backward", "step")
 """Phases in which a rank's memory can peak: computing the loss, backward of the head, backward of
 the layers, and the optimizer's step. A term counts in the phases in which it is alive."""
 
+FIRST: tuple[Phase, ...] = ("loss", "head")
+BACK: tuple[Phase, ...] = ("backward",)
+RUNNING: tuple[Phase, ...] = (*FIRST, *BACK)
+
 Category = Literal[
     "parameters",
     "master",

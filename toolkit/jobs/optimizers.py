@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from toolkit.planning.memory.weights import Tensors
-from toolkit.planning.options import Optimizer
+from toolkit.jobs.job import Job
+from toolkit.jobs.options import Optimizer
+from toolkit.jobs.weights import Tensors
 
 STEP = 4
 """Bytes of AdamW's step count in torch, a separate tensor for each tensor that it updates."""
@@ -72,6 +73,36 @@ def formula_of(optimizer: Optimizer) -> str:
             return "4 * elements"
         case "sgd":
             return "0: plain SGD, without momentum"
+
+
+def beside_a_step(job: Job, size: int, at_once: int, largest: int) -> tuple[int, str]:
+    """Return the bytes that a step holds beside states and gradients, and their formula.
+
+    torch's `foreach` AdamW takes all roots of the second moments at once; Adafactor needs the
+    squared gradient, the update and an fp32 gradient of one tensor; bitsandbytes and fused kernels
+    need no extra memory.
+    """
+    match job.optimizer:
+        case "adamw" | "adamw_fused" if job.bf16_weights:
+            # One compiled kernel a tensor, and on a CPU its operations one by one (masters.py).
+            return (28 * largest, "28 * the largest tensor") if job.on_cpu else (0, "")
+        case "adamw" if job.on_cpu:
+            # Tensor by tensor: a root, and the root plus epsilon.
+            return 2 * size * largest, f"2 * {size} * the largest tensor (roots)"
+        case "adamw":
+            return size * at_once, f"{size} * stepped at once (roots of the second moments)"
+        case "adafactor":
+            return 12 * largest, "12 * largest tensor"
+        case (
+            "adamw_fused"
+            | "adamw_8bit"
+            | "paged_adamw"
+            | "paged_adamw_8bit"
+            | "sgd"
+            | "sgd_momentum"
+            | "lion"
+        ):
+            return 0, ""
 
 
 def moved_bytes(optimizer: Optimizer, size: int) -> float:

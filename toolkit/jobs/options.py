@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, ParamSpec, TypeVar
 
-from toolkit.configs import Flag, Precision
+from toolkit.jobs.config_options import Flag, Precision
 
 if TYPE_CHECKING:
     from toolkit.planning.speed.gpus import Gpu
