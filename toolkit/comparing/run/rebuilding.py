@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from toolkit.comparing.report.table_file import TABLE_FILE
-from toolkit.comparing.report.terminal import print_line
 from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.folders import (
     FailedStart,
@@ -33,6 +32,7 @@ from toolkit.launching.outcome import Ending, Outcome, judge
 from toolkit.launching.status import read_statuses
 from toolkit.records.record import read_record
 from toolkit.strategies import STRATEGIES, get_strategy
+from toolkit.tables.terminal import print_line
 
 if TYPE_CHECKING:
     from rich.console import Console
