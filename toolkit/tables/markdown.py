@@ -13,7 +13,7 @@ from toolkit.tables.grid import NOT_AVAILABLE, Section
 SPECIAL: Final = re.compile(
     r"[\\`*\[\]|~#]"
     # An underscore within a word is not emphasis.
-    r"|(?<!\w)_|_(?!\w)"
+    r"|(?<![^\W_])_|_(?![^\W_])"
     # At the start of a line they begin a list, or make a heading of the line above.
     r"|^(?:[-+]|\d+[.)])(?= |$)|^[-=](?=[-=]*$)"
 )
