@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from toolkit import environment
 from toolkit.checkpoints.resume_request import folder_to_resume
-from toolkit.comparing.report.terminal import print_line
 from toolkit.comparing.run.folders import short_path
 from toolkit.comparing.run.preparing import run_environment
 from toolkit.comparing.run.progress import ANNOUNCEMENT, waiting
@@ -40,6 +39,7 @@ from toolkit.records.record import read_record
 from toolkit.records.summary import last_words, without
 from toolkit.redaction import learn, redacted_words
 from toolkit.strategies import Strategy, get_strategy
+from toolkit.tables.terminal import print_line
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -147,8 +147,8 @@ def test_without_a_terminal_or_with_no_color_nothing_is_coloured(six, monkeypatc
 def test_a_stream_that_takes_ascii_alone_gets_the_table():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
-    from toolkit.comparing.report.grid import Section
-    from toolkit.comparing.report.terminal import tables
+    from toolkit.tables.grid import Section
+    from toolkit.tables.terminal import tables
 
     section = Section("", ["strategy", "status"], [["ddp", "ok"]])
     console = Console(file=stream, width=80)

@@ -141,20 +141,18 @@ def _compare_link(
         rounding_pair: The first run and itself in fp32, where its rounding can be measured.
         parted: Distance between the weights before the step.
     """
-    gap = link.compare(pair)
+    gap = link.judge(pair)
     if isinstance(gap, str):
         return Finding(link=link.name, verdict="unknown", words=f"not compared: {gap}")
     rounding = None
     if link.rounds and rounding_pair is not None:
-        rounding_gap = link.compare(rounding_pair)
+        rounding_gap = link.judge(rounding_pair)
         rounding = None if isinstance(rounding_gap, str) else rounding_gap.value
-    limit = max(link.limit, link.drift * parted)
+    limit = max(link.limit(pair.precision), link.drift * parted)
     if rounding is not None:
         limit = max(limit, ROUNDINGS * rounding)
-    if pair.precision != "no":
-        limit = max(limit, link.low_precision_limit or 0.0)
-        if rounding is None:
-            limit = max(limit, link.unmeasured_limit or 0.0)
+    elif pair.precision != "no":
+        limit = max(limit, link.unmeasured_limit)
     # Negated, so that a NaN counts as a difference.
     differs = gap.is_fault or not gap.value <= limit
     verdict: LinkVerdict = "differs" if differs else "within" if gap.value else "equal"
@@ -164,7 +162,7 @@ def _compare_link(
         words = f"equal within {link.as_text(gap.value)} (limit {link.as_text(limit)})"
     else:
         words = f"equal{': ' if gap.equal else ''}{gap.equal}"
-    if rounding is not None and not gap.value <= link.limit:
+    if rounding is not None and not gap.value <= link.limit("no"):
         words += _explain_rounding(link, gap, rounding, pair, differs=differs)
     return Finding(
         link=link.name,

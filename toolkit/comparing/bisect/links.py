@@ -9,15 +9,16 @@ least one engine.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Literal
 
 from toolkit.comparing.bisect import rows, tensors
 from toolkit.comparing.bisect.distances import divided
 from toolkit.comparing.bisect.run_pair import LinkGap, RunPair, counted, percent
-from toolkit.comparing.parity.gates import limit_of
+from toolkit.comparing.parity.checks import Check, by_precision
+from toolkit.comparing.parity.gates import GATES
 from toolkit.comparing.report.words import gap
 from toolkit.records.evidence import Evidence, Group
 
@@ -121,16 +122,11 @@ def _number(value: float | None) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """One link of the chain."""
+class Link(Check[Callable[[RunPair], LinkGap | str]]):
+    """One link of the chain; without a limit of its own its values must be equal."""
 
-    name: str
-    compare: Callable[[RunPair], LinkGap | str]
-    limit: float = 0.0
-    low_precision_limit: float | None = None
-    """Limit under bf16 and fp16, where it is known without a measurement."""
-
-    unmeasured_limit: float | None = None
+    limits: Mapping[str, float] | None = field(default_factory=by_precision)
+    unmeasured_limit: float = 0.0
     """Limit under bf16 and fp16, where rounding affects the link but could not be measured."""
 
     rounds: bool = True
@@ -148,9 +144,8 @@ class Link:
 BEFORE: Final = Link(
     # As gated at the end of a comparison: clean runs reach 5.6e-5.
     name="weights before the step",
-    compare=tensors.weights_before,
-    limit=limit_of("weights", "no"),
-    low_precision_limit=limit_of("weights", "bf16"),
+    judge=tensors.weights_before,
+    limits=GATES["weights"].limits,
     rounds=False,
     as_text=percent,
 )
@@ -158,20 +153,24 @@ BEFORE: Final = Link(
 
 
 LINKS: Final = (
-    Link(name="trained parameters", compare=tensors.trained_parameters, rounds=False),
+    Link(name="trained parameters", judge=tensors.trained_parameters, rounds=False),
     # 0: all runs load one checkpoint.
-    Link(name="initial weights", compare=tensors.initial_weights, rounds=False),
+    Link(name="initial weights", judge=tensors.initial_weights, rounds=False),
     BEFORE,
-    Link(name="batch", compare=rows.batch, rounds=False),
+    Link(name="batch", judge=rows.batch, rounds=False),
     # 0, in other micro-batches too; a GPU's kernels may sum another width in another order.
     # Autocast moves small models by 7e-5 under fp16 and 9e-4 under bf16.
-    Link(name="loss of the rows", compare=rows.row_losses, limit=2e-5, unmeasured_limit=1e-2),
+    Link(
+        name="loss of the rows",
+        judge=rows.row_losses,
+        limits=by_precision(2e-5),
+        unmeasured_limit=1e-2,
+    ),
     # 2.1e-7; under bf16 FSDP2 rounds the gradient of its loss.
     Link(
         name="loss weighting",
-        compare=rows.loss_weighting,
-        limit=1e-4,
-        low_precision_limit=1e-2,
+        judge=rows.loss_weighting,
+        limits=by_precision(1e-4, half=1e-2),
         rounds=False,
         as_text=percent,
     ),
@@ -179,36 +178,39 @@ LINKS: Final = (
     # FSDP2's rounding of the loss's gradient may add 2e-3.
     Link(
         name="loss of the step",
-        compare=rows.step_loss,
-        limit=1e-4,
-        low_precision_limit=3e-3,
+        judge=rows.step_loss,
+        limits=by_precision(1e-4, half=3e-3),
         rounds=False,
         as_text=percent,
     ),
     # 1.4e-7; rounded to bf16 on the wire it is 1e-3. Autocast: 1.1e-3 and 9e-3.
     Link(
         name="gradients",
-        compare=tensors.gradients,
-        limit=1e-5,
+        judge=tensors.gradients,
+        limits=by_precision(1e-5),
         unmeasured_limit=5e-2,
         as_text=percent,
     ),
     # 4e-6: the norm is summed in fp32.
     Link(
         name="clipping norm",
-        compare=_clipping,
-        limit=1e-4,
-        low_precision_limit=1e-2,
+        judge=_clipping,
+        limits=by_precision(1e-4, half=1e-2),
         as_text=percent,
     ),
-    Link(name="learning rate", compare=partial(_rates, "learning_rate"), limit=1e-9, rounds=False),
-    Link(name="optimizer settings", compare=_optimizer_settings, rounds=False),
+    Link(
+        name="learning rate",
+        judge=partial(_rates, "learning_rate"),
+        limits=by_precision(1e-9),
+        rounds=False,
+    ),
+    Link(name="optimizer settings", judge=_optimizer_settings, rounds=False),
     # 1.1e-5: Adam's first step divides a gradient by its own size, tiny ones included. Autocast:
     # 3e-2 and 0.11. In step 6, with each run's own states: three times the gap of the weights.
     Link(
         name="update",
-        compare=tensors.update,
-        limit=5e-4,
+        judge=tensors.update,
+        limits=by_precision(5e-4),
         unmeasured_limit=0.5,
         carries=True,
         drift=10.0,
@@ -216,19 +218,18 @@ LINKS: Final = (
     ),
     Link(
         name="learning rate of the next step",
-        compare=partial(_rates, "next_learning_rate"),
-        limit=1e-9,
+        judge=partial(_rates, "next_learning_rate"),
+        limits=by_precision(1e-9),
         rounds=False,
     ),
     # 4.8e-7; under bf16 FSDP2 rounds its output, 1e-2.
     Link(
         name="loss of the next step",
-        compare=_next_loss,
-        limit=1e-5,
-        low_precision_limit=7e-2,
+        judge=_next_loss,
+        limits=by_precision(1e-5, half=7e-2),
         carries=True,
     ),
     # 0: each saved file is read again and compared before it counts as saved.
-    Link(name="saved weights", compare=tensors.saved_weights, rounds=False),
+    Link(name="saved weights", judge=tensors.saved_weights, rounds=False),
 )
 """All links, in the order of cause and effect."""

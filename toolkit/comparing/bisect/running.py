@@ -19,7 +19,6 @@ from toolkit.comparing.bisect.finding import StepResult, as_json, as_lines, as_p
 from toolkit.comparing.bisect.links import BEFORE
 from toolkit.comparing.bisect.run_pair import TracedRun
 from toolkit.comparing.bisect.selection import refuse_skipped, select_runs, step_of_gates
-from toolkit.comparing.report.terminal import print_line
 from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.folders import FailedStart, Finished, new_folder, short_path
 from toolkit.comparing.run.options import CompareOptions
@@ -35,6 +34,7 @@ from toolkit.records.evidence import read_evidence
 from toolkit.records.json_files import write_json
 from toolkit.records.results import RESULTS_FILE, read_results
 from toolkit.redaction import learn
+from toolkit.tables.terminal import print_line
 
 if TYPE_CHECKING:
     from rich.console import Console

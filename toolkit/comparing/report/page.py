@@ -1,114 +1,77 @@
-"""`report.html`: one file that opens offline, on a phone too, in light and in dark.
-
-The template escapes all inserted text. Only figures are inserted unescaped, since the XML writer
-has escaped their text. The page forbids scripts and network access.
-"""
+"""`report.html`: the report as a page, with its figures."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Final
 
 from toolkit.comparing.report.figures import draw_all
 from toolkit.comparing.report.names import for_readers
 from toolkit.comparing.report.row_facts import baseline, is_control
-from toolkit.comparing.report.runs_table import runs_table
-from toolkit.comparing.report.sections import parts
-from toolkit.comparing.report.sections.failures import failures
-from toolkit.comparing.report.sections.limits import limits
+from toolkit.comparing.report.sections import report_sections
 from toolkit.comparing.report.verdict import REHEARSAL, broken_lines, findings, verdict
-from toolkit.comparing.report.words import facts
-from toolkit.comparing.report.write import not_measured
 from toolkit.records.results import Results
+from toolkit.tables import page
+from toolkit.tables.grid import Section
+from toolkit.tables.markdown import bullets, escaped
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 PAGE_FILE: Final = "report.html"
-TEMPLATE: Final = Path(__file__).with_name("report.html.jinja")
-STYLE: Final = Path(__file__).with_name("report.css")
-
-LONG: Final = 18
-"""Letters beyond which a cell may break into lines."""
-
-WORDY: Final = 36
-"""Letters beyond which it is a sentence rather than a number."""
-
-EXPONENT: Final = re.compile(r"(\d[\d.]*e[+-]\d+)")
+FIGURES: Final = Path(__file__).with_name("figures.html.jinja")
 
 
 def render_page(results: Results) -> str:
     """Return the page; the caller should pass redacted results."""
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-
     results = for_readers(results)
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    # jinja2 declares no type for its filters.
-    cast(Any, environment).filters |= {"coded": _coded, "whole": _whole}
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    return (
-        template.render(
-            name=results["name"],
-            css=Markup(STYLE.read_text(encoding="utf-8").strip()),
-            complete=results["complete"],
-            rehearsal=REHEARSAL if results["rehearsal"] else "",
-            verdict=verdict(results),
-            findings=findings(results),
-            broken=broken_lines(results),
-            runs=_runs(results),
-            figures=draw_all(results),
-            parts=parts(results),
-            fixed=facts(results["fixed"]),
-            environment=facts(results["environment"]),
-            commands=[(row["name"], row["command"]) for row in results["runs"] if row["command"]],
-            failures=failures(results),
-            missing=not_measured(results),
-            limits=limits(results),
-            long=LONG,
-            wordy=WORDY,
-        )
-        + "\n"
+    runs, *others = report_sections(results, page=True)
+    kinds = ["Comparison"]
+    kinds += ["rehearsal on the CPU"] if results["rehearsal"] else []
+    kinds += [] if results["complete"] else ["not finished"]
+    return page.render_page(
+        results["name"],
+        kind=" · ".join(kinds),
+        tab=f"Comparison {results['name']}",
+        head={
+            "rehearsal": REHEARSAL if results["rehearsal"] else "",
+            "verdict": escaped(verdict(results)),
+            "broken": bullets(broken_lines(results)),
+            "findings": escaped(findings(results)),
+        },
+        parts=[_by_name(runs, results), _figures(results), *others],
+        foot="Made from results.json alone; `toolkit report` with this folder makes it again.",
     )
 
 
-def _coded(text: str) -> str:
-    """Return the toolkit's text escaped, with code where it has backticks."""
+def _by_name(runs: Section, results: Results) -> Section:
+    """Return the table of the runs with a run's name in one column, and its roles."""
+    base = None if results["rehearsal"] else baseline(results)
+    kept = [at for at in range(runs.names) if runs.header[at] not in ("strategy", "engine")]
+    kept += range(runs.names, len(runs.header))
+    lines = zip(results["runs"], runs.rows, strict=True)
+    roles = [
+        [
+            *(["control"] if is_control(row, results["control"]) else []),
+            *(["baseline"] if row is base else []),
+        ]
+        for row in results["runs"]
+    ]
+    return runs._replace(
+        id="table",
+        title="The runs",
+        header=["run", *(runs.header[at] for at in kept)],
+        rows=[[row["name"], *(line[at] for at in kept)] for row, line in lines],
+        names=1,
+        roles=roles,
+    )
+
+
+def _figures(results: Results) -> Markup:
+    from jinja2 import Environment
     from markupsafe import Markup
 
-    pieces = text.split("`")
-    marked = [_whole(piece) for piece in pieces]
-    marked[1::2] = [Markup("<code>{}</code>").format(piece) for piece in pieces[1::2]]
-    return Markup("").join(marked)
-
-
-def _whole(text: str) -> str:
-    """Return text escaped, in which no number breaks at its exponent's sign."""
-    from markupsafe import Markup, escape
-
-    pieces = [escape(piece) for piece in EXPONENT.split(text)]
-    pieces[1::2] = [Markup('<span class="whole">{}</span>').format(piece) for piece in pieces[1::2]]
-    return Markup("").join(pieces)
-
-
-def _runs(results: Results) -> dict[str, Any]:
-    """Return the main table with the run's name in one column, and the role of each run."""
-    table = runs_table(results)
-    status = list(table.header).index("status")
-    between = [at for at, name in enumerate(table.header[:status]) if name == "processes"]
-    base = None if results["rehearsal"] else baseline(results)
-    rows: list[dict[str, Any]] = []
-    for row, line in zip(results["runs"], table.rows, strict=True):
-        roles = (("control", is_control(row, results["control"])), ("baseline", row is base))
-        rows.append(
-            {
-                "name": row["name"],
-                "roles": [role for role, there in roles if there],
-                "between": [line[at] for at in between],
-                "status": line[status],
-                "tone": {"ok": "good", "skipped": "warn"}.get(line[status], "bad"),
-                "cells": line[status + 1 :],
-            }
-        )
-    header = ["run", *(table.header[at] for at in between), *table.header[status:]]
-    return {"header": header, "rows": rows, "notes": table.notes}
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        FIGURES.read_text(encoding="utf-8")
+    )
+    return Markup(template.render(figures=draw_all(results)))

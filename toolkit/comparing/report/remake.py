@@ -9,12 +9,12 @@ from toolkit.comparing.report.page import PAGE_FILE, render_page
 from toolkit.comparing.report.picture import write_picture
 from toolkit.comparing.report.redact import redact_results
 from toolkit.comparing.report.table_file import TABLE_FILE, render_table
-from toolkit.comparing.report.terminal import print_line
 from toolkit.comparing.report.write import REPORT_FILE, print_report, render_markdown
 from toolkit.errors import UsageError
 from toolkit.files import write_text
 from toolkit.records.record import RECORD_FILE
 from toolkit.records.results import RESULTS_FILE, SPEC_FILE, Results, has_runs, read_results
+from toolkit.tables.terminal import print_line
 
 if TYPE_CHECKING:
     from rich.console import Console

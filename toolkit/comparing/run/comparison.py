@@ -13,7 +13,6 @@ from toolkit.comparing.parity.judgement import Judgement, Rounding, combined
 from toolkit.comparing.parity.rounding import may_be_rounding, measure_rounding
 from toolkit.comparing.predicted import SharedFacts, facts_of
 from toolkit.comparing.report import words
-from toolkit.comparing.report.terminal import print_line
 from toolkit.comparing.report.write import write_report
 from toolkit.comparing.run.folders import (
     FailedStart,
@@ -37,6 +36,7 @@ from toolkit.escaping import one_line
 from toolkit.launching.folder_lock import lock_folder
 from toolkit.records.json_files import SCHEMA, write_json
 from toolkit.records.results import RESULTS_FILE, Control, Results, Row
+from toolkit.tables.terminal import print_line
 
 if TYPE_CHECKING:
     from rich.console import Console

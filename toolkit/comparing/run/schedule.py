@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from toolkit import environment
 from toolkit.comparing.report.remake import write_reports
-from toolkit.comparing.report.terminal import print_line
 from toolkit.comparing.report.write import print_report
 from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.folders import (
@@ -41,6 +40,7 @@ from toolkit.launching.launch import signals_as_exit
 from toolkit.launching.preflight import PrepareError
 from toolkit.records.results import RESULTS_FILE, Results
 from toolkit.redaction import learn, redacted
+from toolkit.tables.terminal import print_line
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,15 +1,9 @@
-"""`toolkit report A B`: two comparisons side by side, in a terminal and as three files.
-
-The page is as safe as `report.html`: all inserted text is escaped, and the page forbids scripts and
-network access.
-"""
+"""`toolkit report A B`: two comparisons side by side, in a terminal and as three files."""
 
 from __future__ import annotations
 
-import csv
-import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from toolkit.comparing.report.diff.match import (
     Diff,
@@ -23,20 +17,19 @@ from toolkit.comparing.report.diff.match import (
     speed_verdict,
 )
 from toolkit.comparing.report.diff.tables import sections, verdict
-from toolkit.comparing.report.markdown import bullets, escaped, section_text
-from toolkit.comparing.report.page import LONG, STYLE, WORDY
 from toolkit.comparing.report.row_facts import status_of
-from toolkit.comparing.report.table_file import csv_cell
-from toolkit.comparing.report.terminal import print_line
 from toolkit.errors import UsageError, is_full_disk
 from toolkit.escaping import one_line
 from toolkit.files import write_text
 from toolkit.records.results import Row
+from toolkit.tables import page
+from toolkit.tables.grid import Section
+from toolkit.tables.markdown import bullets, document, escaped
+from toolkit.tables.sheet import render_sheet
+from toolkit.tables.terminal import print_line, print_tables
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-
-TEMPLATE: Final = Path(__file__).with_name("diff.html.jinja")
+    from rich.console import Console
 
 
 def side_by_side(before: Path, after: Path, *, to: Path | None, console: Console) -> None:
@@ -67,28 +60,21 @@ def side_by_side(before: Path, after: Path, *, to: Path | None, console: Console
 
 
 def show(diff: Diff, *, console: Console) -> None:
-    """Print the verdict and every table."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    """Print the verdict and every section."""
     from rich.text import Text
 
     diff = for_readers(diff)
-    shown: list[RenderableType] = [Text(named(side)) for side in diff.sides]
-    shown += [Text(""), Text(verdict(diff), style="bold")]
-    for title, section in sections(diff).items():
-        shown.append(Text(f"\n{title}"))
-        if section.text:
-            shown.append(Text(section.text))
-        if section.rows:
-            table = Table(box=SIMPLE_HEAD, pad_edge=False)
-            for number, column in enumerate(section.header):
-                table.add_column(column, no_wrap=number == 0, overflow="fold")
-            for row in section.rows:
-                table.add_row(*map(Text, row))
-            shown.append(table)
-        shown += map(Text, section.notes)
-    for part in shown:
-        console.print(part, highlight=False)
+    for side in diff.sides:
+        console.print(Text(named(side)), highlight=False)
+    console.print()
+    console.print(Text(verdict(diff), style="bold"), highlight=False)
+    console.print()
+    for section in sections(diff):
+        for text in filter(None, (section.title, section.text)):
+            console.print(Text(text), highlight=False)
+        print_tables(section, console=console)
+        if section.notes or not section.rows:
+            console.print()
 
 
 def named(side: Side) -> str:
@@ -99,34 +85,27 @@ def named(side: Side) -> str:
 def render_markdown(diff: Diff) -> str:
     """Return both comparisons as GitHub markdown."""
     diff = for_readers(diff)
-    sides = bullets([escaped(named(side)) for side in diff.sides])
-    blocks = ["# Side by side", sides, escaped(verdict(diff))]
-    for title, section in sections(diff).items():
-        # `section_text` escapes all but the text, which quotes recorded values here.
-        quoted = section._replace(text=escaped(section.text))
-        blocks += [f"## {title}", section_text(quoted)]
-    return "\n\n".join(filter(None, blocks)) + "\n"
+    sides = bullets(map(named, diff.sides))
+    return document(["# Side by side", sides, escaped(verdict(diff))], _quoted(diff))
 
 
 def render_page(diff: Diff) -> str:
     """Return both comparisons as one HTML file."""
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     diff = for_readers(diff)
-    page = template.render(
-        css=Markup(STYLE.read_text(encoding="utf-8").strip()),
-        sides=[named(side) for side in diff.sides],
-        verdict=verdict(diff),
-        sections=sections(diff),
-        long=LONG,
-        wordy=WORDY,
+    sides = [named(side) for side in diff.sides]
+    return page.render_page(
+        "Side by side",
+        kind="Two comparisons",
+        tab=", ".join(sides),
+        head={"sides": bullets(sides), "verdict": escaped(verdict(diff))},
+        parts=_quoted(diff),
+        foot="Made from two results.json alone; `toolkit report` with both folders makes it again.",
     )
-    return page + "\n"
+
+
+def _quoted(diff: Diff) -> list[Section]:
+    """Return the sections with their texts as Markdown."""
+    return [section._replace(text=escaped(section.text)) for section in sections(diff)]
 
 
 def render_csv(diff: Diff) -> str:
@@ -134,12 +113,7 @@ def render_csv(diff: Diff) -> str:
     lines = [_line(diff, pair.a, pair.b) for pair in diff.pairs]
     lines += [_line(diff, row, None) for row in diff.only[0]]
     lines += [_line(diff, None, row) for row in diff.only[1]]
-    stream = io.StringIO()
-    columns = list(lines[0]) if lines else ["run"]
-    writer = csv.DictWriter(stream, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({name: csv_cell(value) for name, value in line.items()} for line in lines)
-    return stream.getvalue()
+    return render_sheet(lines, empty=["run"])
 
 
 def _line(diff: Diff, a: Row | None, b: Row | None) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from toolkit.comparing.report.columns import RUN
 from toolkit.comparing.report.diff.match import (
     SIDES,
     STATES,
@@ -20,10 +20,9 @@ from toolkit.comparing.report.diff.match import (
     speed_verdict,
     why_missing,
 )
-from toolkit.comparing.report.grid import RUN, Section, missing_lines
 from toolkit.comparing.report.row_facts import host_in_peak_lines, reason_for, status_of
-from toolkit.comparing.report.words import NOT_AVAILABLE, gap, in_unit, share, size
-from toolkit.records.results import Row
+from toolkit.comparing.report.words import gap, in_unit, share, size
+from toolkit.tables.grid import Column, Missing, Section, grid
 
 MEANINGS: Final = {
     "faster": "B is faster",
@@ -33,15 +32,8 @@ MEANINGS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    name: str
-    cell: Callable[[Pair], tuple[str, str | None]]
-    """Returns the cell, and the reason if it is `n/a`."""
-
-
-def sections(diff: Diff) -> dict[str, Section]:
-    """Return the parts of the page by title, in reading order."""
+def sections(diff: Diff) -> list[Section]:
+    """Return the sections in reading order; their texts are plain, since they quote records."""
     # The differences come first, because the other sections depend on them.
     made = {"What differs": differences(diff)}
     if diff.pairs:
@@ -50,7 +42,10 @@ def sections(diff: Diff) -> dict[str, Section]:
         made["Losses"] = losses(diff)
     if any(diff.only):
         made["Runs on one side only"] = unmatched(diff)
-    return made
+    return [
+        section._replace(title=title, id=title.lower().replace(" ", "-"))
+        for title, section in made.items()
+    ]
 
 
 def differences(diff: Diff) -> Section:
@@ -70,22 +65,24 @@ def differences(diff: Diff) -> Section:
         )
         if before != after
     ]
-    return Section("", ["what", *SIDES], rows) if rows else Section("Nothing that was recorded.")
+    if not rows:
+        return Section("Nothing that was recorded.")
+    return Section("", ["what", *SIDES], rows, words=SIDES)
 
 
 def speed(diff: Diff) -> Section:
     tokens, *others = diff.quantities("speed")
 
-    def cell(in_words: Callable[[float], str], pair: Pair) -> tuple[str, str | None]:
+    def cell(in_words: Callable[[float], str], pair: Pair) -> str | Missing:
         ratio, reason = speed_ratio(diff, pair)
-        return (NOT_AVAILABLE, reason) if ratio is None else (in_words(ratio), None)
+        return Missing(reason or "") if ratio is None else in_words(ratio)
 
     def meaning(ratio: float) -> str:
         return MEANINGS[speed_verdict(diff, ratio)]
 
-    columns = [
-        Column("status A", lambda pair: (status_of(pair.a), None)),
-        Column("status B", lambda pair: (status_of(pair.b), None)),
+    columns: list[Column[Pair]] = [
+        Column("status A", lambda pair: status_of(pair.a)),
+        Column("status B", lambda pair: status_of(pair.b)),
         *_on_both(tokens),
         Column("B / A", partial(cell, "{:.3f}".format)),
         Column("which means", partial(cell, meaning)),
@@ -95,7 +92,7 @@ def speed(diff: Diff) -> Section:
 
 
 def memory(diff: Diff) -> Section:
-    columns: list[Column] = []
+    columns: list[Column[Pair]] = []
     for quantity in diff.quantities("memory"):
         refused = diff.speeds_reason if quantity.csv == diff.peak.csv else None
         columns += [*_on_both(quantity), _change(quantity, refused)]
@@ -117,19 +114,20 @@ def losses(diff: Diff) -> Section:
     if diff.other_training is not None:
         short, sentence = diff.other_training
         names = (*(column.name for column in sides), "largest difference")
-        columns = [Column(name, lambda _: (short, None)) for name in names]
+        columns: list[Column[Pair]] = [Column(name, lambda _: short) for name in names]
         return _table(diff, columns, text=f"Losses are not compared: {sentence}.")
 
-    def apart(pair: Pair) -> tuple[str, str | None]:
+    def apart(pair: Pair) -> str | Missing:
         difference, reason = loss_difference(diff, pair)
         if difference is None:
-            return NOT_AVAILABLE, reason
+            return Missing(reason or "")
         if not difference.value:
-            return "equal to the last bit", None
-        return f"{gap(difference.value)} at step {difference.step}", None
+            return "equal to the last bit"
+        return f"{gap(difference.value)} at step {difference.step}"
 
-    columns = [*sides, Column("largest difference", apart)]
-    return _table(diff, columns, text="Step by step, on the same rows.")
+    return _table(
+        diff, [*sides, Column("largest difference", apart)], text="Step by step, on the same rows."
+    )
 
 
 def unmatched(diff: Diff) -> Section:
@@ -138,7 +136,7 @@ def unmatched(diff: Diff) -> Section:
         for letter, rows in zip(SIDES, diff.only, strict=True)
         for row in rows
     ]
-    return Section("", [RUN, "processes", "side", "status"], rows)
+    return Section("", [RUN, "processes", "side", "status"], rows, words=("side", "status"))
 
 
 def noise_sentence(diff: Diff) -> str:
@@ -239,14 +237,15 @@ def _loss_sentence(diff: Diff) -> str:
     return f"Losses differ by {gap(largest.value)} at most ({pair.name}, step {largest.step})."
 
 
-def _on_both(quantity: Quantity) -> list[Column]:
+def _on_both(quantity: Quantity) -> list[Column[Pair]]:
     """Return a column for each side."""
 
-    def cell(index: int, pair: Pair) -> tuple[str, str | None]:
+    def cell(index: int, pair: Pair) -> str | Missing:
         row = pair[index]
         value = quantity.read(row)
-        reason = None if value is not None else reason_for(row, quantity.field(row))
-        return in_unit(value, quantity.unit), reason
+        if value is None:
+            return Missing(reason_for(row, quantity.field(row)))
+        return in_unit(value, quantity.unit)
 
     return [
         Column(f"{quantity.name} {letter}", partial(cell, index))
@@ -254,17 +253,15 @@ def _on_both(quantity: Quantity) -> list[Column]:
     ]
 
 
-def _change(quantity: Quantity, refused: str | None) -> Column:
+def _change(quantity: Quantity, refused: str | None) -> Column[Pair]:
     """Return the column of the difference in bytes, or of the reason why there is none."""
 
-    def cell(pair: Pair) -> tuple[str, str | None]:
-        if refused:
-            return NOT_AVAILABLE, refused
+    def cell(pair: Pair) -> str | Missing:
         values = [quantity.read(row) for row in pair]
         before, after = values
-        if None in values:
-            return NOT_AVAILABLE, why_missing(pair, values, quantity.field)
-        return ("equal" if before == after else _signed(after - before, before)), None
+        if refused or None in values:
+            return Missing(refused or why_missing(pair, values, quantity.field))
+        return "equal" if before == after else _signed(after - before, before)
 
     return Column(f"{quantity.name} B - A", cell)
 
@@ -274,18 +271,17 @@ def _signed(change: int, before: int) -> str:
     return f"{text} ({change / before:+.1%})" if before else text
 
 
-def _table(diff: Diff, columns: Sequence[Column], *, text: str) -> Section:
+def _table(diff: Diff, columns: Sequence[Column[Pair]], *, text: str) -> Section:
     """Return a line for each run on both sides, and below the reasons of `n/a` cells."""
-    several = len({pair.name for pair in diff.pairs}) < len(diff.pairs)
-    missing: list[tuple[Row, str, str]] = []
-    rows: list[list[str]] = []
-    for pair in diff.pairs:
-        line = [pair.name, *([str(pair.a["num_processes"])] if several else [])]
-        for column in columns:
-            cell, reason = column.cell(pair)
-            line.append(cell)
-            if reason is not None:
-                missing.append((pair.a, column.name, reason))
-        rows.append(line)
-    header = [RUN, *(["processes"] if several else []), *(column.name for column in columns)]
-    return Section(text, header, rows, missing_lines(missing, runs=len(rows)))
+    naming: list[Column[Pair]] = [Column(RUN, lambda pair: pair.name)]
+    if len({pair.name for pair in diff.pairs}) < len(diff.pairs):
+        naming.append(Column("processes", lambda pair: str(pair.a["num_processes"])))
+    return grid(
+        diff.pairs,
+        columns,
+        label=lambda pair: pair.name,
+        naming=naming,
+        text=text,
+        words=("status A", "status B", "which means", "largest difference"),
+        says_all=False,
+    )

@@ -7,12 +7,13 @@ from typing import Final
 
 from toolkit.comparing.parity.gates import gate_names, gates_in_words, limit_of
 from toolkit.comparing.parity.judgement import GATED_STEPS
-from toolkit.comparing.report.grid import CONTROL, Column, Section, columns_of, grid
+from toolkit.comparing.report.columns import CONTROL, columns_of, field_column, runs_grid
 from toolkit.comparing.report.row_facts import is_control, measured
 from toolkit.comparing.report.verdict import broken_lines, unjudged_lines
 from toolkit.comparing.report.words import gap, seconds
 from toolkit.records.fields import Evaluated
 from toolkit.records.results import Control, Results, Row
+from toolkit.tables.grid import Column, Section
 
 EMPTY: Final = "(nothing)"
 """Cell for a continuation without any text."""
@@ -28,7 +29,7 @@ def agreement(results: Results) -> Section:
     )
     columns = columns_of("agreement", control=control)
     columns += [_gate_column(gate, control) for gate in gate_names(runs)]
-    section = grid(runs, columns, text=text)
+    section = runs_grid(runs, columns, text=text)
     notes = [f"{row['name']}: {note}" for row in runs for note in row["notes"]]
     notes += [
         f"{row['name']}, a guard warned: {warning}"
@@ -40,13 +41,13 @@ def agreement(results: Results) -> Section:
     )
 
 
-def _gate_column(gate: str, control: Control | None) -> Column:
+def _gate_column(gate: str, control: Control | None) -> Column[Row]:
     def cell(row: Row) -> str:
         if gate in row["gates"]:
             return "held" if row["gates"][gate] else "broken"
         return CONTROL if is_control(row, control) else "not judged"
 
-    return Column(f"gate: {gate.replace('_', ' ')}", cell, f"gates.{gate}")
+    return field_column(f"gate: {gate.replace('_', ' ')}", cell, f"gates.{gate}")
 
 
 def evaluation(results: Results) -> Section | None:
@@ -66,7 +67,7 @@ def evaluation(results: Results) -> Section | None:
         _evaluated("loss after", -1, lambda last: f"{last['loss']:.6f}"),
         _evaluated("perplexity before", 0, lambda first: f"{first['perplexity']:,.3f}"),
         _evaluated("perplexity after", -1, lambda last: f"{last['perplexity']:,.3f}"),
-        Column(
+        field_column(
             "gap to the control",
             lambda row: CONTROL if is_control(row, control) else gap(row["eval_loss_gap"]),
             "eval_loss_gap",
@@ -75,7 +76,7 @@ def evaluation(results: Results) -> Section | None:
         _evaluated("tokens", -1, lambda last: f"{last['tokens']:,}"),
         _evaluated("seconds", -1, lambda last: seconds(last["seconds"])),
     ]
-    return grid(good, columns, text=text)
+    return runs_grid(good, columns, text=text)
 
 
 def samples(results: Results) -> Section | None:
@@ -101,13 +102,16 @@ def samples(results: Results) -> Section | None:
         "two tokens are nearly as likely.",
         ("prompt", "run", "before", "after"),
         lines,
+        names=2,
+        words=("before", "after"),
+        folded=True,
     )
 
 
-def _evaluated(name: str, place: int, text: Callable[[Evaluated], str]) -> Column:
+def _evaluated(name: str, place: int, text: Callable[[Evaluated], str]) -> Column[Row]:
     """Return a column of a run's evaluation: the first one (0) or the last (-1)."""
 
     def cell(row: Row) -> str | None:
         return text(row["evaluation"][place]) if row["evaluation"] else None
 
-    return Column(name, cell, "evaluation", "it evaluated nothing")
+    return field_column(name, cell, "evaluation", "it evaluated nothing")

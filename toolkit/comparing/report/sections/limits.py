@@ -1,10 +1,14 @@
-"""Limits: conclusions that the numbers do not support, and the size of the noise."""
+"""Limits: conclusions that the numbers do not support, the noise, and what was not measured."""
 
 from __future__ import annotations
 
+from typing import Final, get_args
+
 from toolkit.comparing.report.row_facts import measured
+from toolkit.comparing.report.runs_table import speed_and_cost
 from toolkit.comparing.report.words import DROPOUT_DIFFERS, share
-from toolkit.records.results import Results
+from toolkit.records.fields import Table, fields_of
+from toolkit.records.results import Results, Row
 
 
 def limits(results: Results) -> list[str]:
@@ -55,3 +59,25 @@ def _starts(results: Results) -> list[int]:
         for row in measured(results)
     ]
     return [count for count in counts if count]
+
+
+ELSEWHERE: Final = ("gates", "memory", "peak", "traffic", "evaluation", "eval_loss_gap", "samples")
+"""Fields whose reasons are below tables that have more than declared columns."""
+
+
+def not_measured(results: Results) -> list[str]:
+    """Return missing fields and reasons that no table has given."""
+    tables = {*get_args(Table)} - (set() if speed_and_cost(results) else {"speed"})
+    named = {*ELSEWHERE, "tokens_per_second", "step_seconds", "spread"} | {
+        path.partition(".")[0] for path, fact in fields_of(Row) if fact.table in tables
+    }
+    of_all = results["not_measured"].items()
+    # The noise is part of the limits section.
+    lines = [f"{field}: {reason}" for field, reason in of_all if field != "noise"]
+    return lines + [
+        f"{row['name']}, {field}: {reason}"
+        for row in results["runs"]
+        if row["status"] == "ok"
+        for field, reason in row["not_measured"].items()
+        if field.partition(".")[0] not in named
+    ]

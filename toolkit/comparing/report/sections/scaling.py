@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-from toolkit.comparing.report.grid import Section
 from toolkit.comparing.report.row_facts import measured, reason_for
-from toolkit.comparing.report.words import NOT_AVAILABLE, number, share
+from toolkit.comparing.report.words import number, share
 from toolkit.records.results import Results, Row
+from toolkit.tables.grid import NOT_AVAILABLE, Section
 
 CPU_CORES: Final = (
     "In a rehearsal the processes share the cores of one CPU, so the speed-up says nothing about "
@@ -88,7 +88,7 @@ def scaling(results: Results) -> Section | None:
     if results["rehearsal"]:
         text += f" {CPU_CORES}"
     header = ["strategy", "engine", "processes", "tokens/s", "speed-up", "ideal", "efficiency"]
-    return Section(text, [*header, "base"], rows, notes)
+    return Section(text, [*header, "base"], rows, notes, names=2, words=("base",))
 
 
 def _speed(row: Row) -> float | None:

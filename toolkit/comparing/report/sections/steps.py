@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Final, Literal
 
-from toolkit.comparing.report.grid import Column, Section, columns_of, grid
+from toolkit.comparing.report.columns import columns_of, field_column, runs_grid
 from toolkit.comparing.report.row_facts import measured
 from toolkit.comparing.report.words import seconds, share, tokens_per_second
 from toolkit.records.fields import Phases
 from toolkit.records.results import Results, Row
+from toolkit.tables.grid import Section
 
 PHASES: Final = tuple(Phases.__annotations__)
 """Phases in the order of a step."""
@@ -23,10 +24,10 @@ def step_time(results: Results) -> Section:
     if not good:
         return Section("No run was timed.")
     columns = [
-        Column("starts", lambda row: str(len(row["repeats"])), "repeats"),
-        Column("median", partial(_step, "median"), "step_seconds.median", UNTIMED),
-        Column("90th percentile", partial(_step, "p90"), "step_seconds.p90", UNTIMED),
-        Column("spread of the starts", _spread, "spread"),
+        field_column("starts", lambda row: str(len(row["repeats"])), "repeats"),
+        field_column("median", partial(_step, "median"), "step_seconds.median", UNTIMED),
+        field_column("90th percentile", partial(_step, "p90"), "step_seconds.p90", UNTIMED),
+        field_column("spread of the starts", _spread, "spread"),
         *columns_of("time"),
     ]
     text = (
@@ -38,7 +39,7 @@ def step_time(results: Results) -> Section:
     )
     if results["rehearsal"]:
         text += f" {CPU_TIMES}"
-    return grid(good, columns, text=text)
+    return runs_grid(good, columns, text=text)
 
 
 UNTIMED: Final = "it has no timed steps"
@@ -67,4 +68,4 @@ def warm_up(results: Results) -> Section | None:
         "reading the toolkit's own cache against its manifests; then the first step, torch.compile "
         "in whatever step, and gathering, writing and verifying the final model."
     )
-    return grid(good, columns_of("warm-up"), text=text, drop_empty=True)
+    return runs_grid(good, columns_of("warm-up"), text=text, drop_empty=True)

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Final
 
 from toolkit.comparing.predicted import MOVED
-from toolkit.comparing.report.grid import RUN, Section, columns_of, grid
+from toolkit.comparing.report.columns import RUN, columns_of, runs_grid
 from toolkit.comparing.report.row_facts import measured, reason_for
 from toolkit.comparing.report.sections.memory import not_predicted
 from toolkit.comparing.report.words import number, size
@@ -17,6 +17,7 @@ from toolkit.records.fields import ServerLoad, Traffic
 from toolkit.records.record import strategy_of
 from toolkit.records.results import Results, Row
 from toolkit.strategies import Strategy
+from toolkit.tables.grid import Section
 
 OTHER: Final = "other"
 
@@ -125,7 +126,8 @@ def collectives(results: Results, *, of_states: bool) -> Section | None:
         else "What is sent besides: buffers, bitmaps, norms, counts, logged losses and the guards' "
         "heartbeat."
     )
-    return Section(text, header, rows)
+    words = ("purpose", "dtype")
+    return Section(text, header, rows, names=2, words=words, folded=True)
 
 
 def difference_in_words(row: Row) -> str:
@@ -206,7 +208,7 @@ def _of_parameters(
 def pipelines(results: Results) -> Section | None:
     """Return the counted bubble of each pipeline beside its formula; None without a pipeline."""
     rows = [row for row in measured(results) if row.get("pipeline") is not None]
-    return grid(rows, columns_of("pipeline"), text=SLOTS) if rows else None
+    return runs_grid(rows, columns_of("pipeline"), text=SLOTS) if rows else None
 
 
 def server(results: Results) -> Section | None:
@@ -214,7 +216,7 @@ def server(results: Results) -> Section | None:
     served = [(row, load) for row in measured(results) if (load := row.get("server")) is not None]
     if not served:
         return None
-    section = grid([row for row, _ in served], columns_of("server"), text=SERVED)
+    section = runs_grid([row for row, _ in served], columns_of("server"), text=SERVED)
     notes = [_beside_all_reduce(row, load) for row, load in served]
     return section._replace(notes=[*notes, *section.notes])
 

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
-from toolkit.comparing.report.grid import Section
-from toolkit.comparing.report.words import NOT_AVAILABLE
 from toolkit.escaping import plain
+from toolkit.tables.grid import NOT_AVAILABLE, Section
 
-SPECIAL: Final = re.compile(r"([\\`*\[\]|~#])")
+SPECIAL: Final = re.compile(
+    r"[\\`*\[\]|~#]"
+    # An underscore within a word is not emphasis.
+    r"|(?<![^\W_])_|_(?![^\W_])"
+    # At the start of a line they begin a list, or make a heading of the line above.
+    r"|^(?:[-+]|\d+[.)])(?= |$)|^[-=](?=[-=]*$)"
+)
+
+
+def document(blocks: Iterable[str], sections: Iterable[Section]) -> str:
+    """Return a page: blocks of markdown at its head, and the sections under their titles."""
+    parts = [*blocks]
+    for section in sections:
+        parts += [f"## {section.title}" if section.title else "", section_text(section)]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def section_text(section: Section) -> str:
     """Return a section: its text, which is the toolkit's and not escaped, its table and notes."""
-    notes = bullets([escaped(note) for note in section.notes])
+    notes = bullets(section.notes)
     return "\n\n".join(filter(None, (section.text, table(section.header, section.rows), notes)))
 
 
@@ -37,14 +50,19 @@ def _cell(text: str) -> str:
     return "**broken**" if text == "broken" else escaped(text) or NOT_AVAILABLE
 
 
-def bullets(lines: Sequence[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)
+def bullets(lines: Iterable[str]) -> str:
+    """Return lines of plain text as a list."""
+    return "\n".join(f"- {escaped(line)}" for line in lines)
 
 
 def escaped(text: str) -> str:
     """Return `text` as words on one line, with all markup escaped."""
     line = " ".join(plain(text).split())
-    return SPECIAL.sub(r"\\\1", html.escape(line, quote=False))
+    return SPECIAL.sub(_with_backslash, html.escape(line, quote=False))
+
+
+def _with_backslash(match: re.Match[str]) -> str:
+    return f"{match[0][:-1]}\\{match[0][-1]}"
 
 
 def fenced(text: str, *, language: str = "text") -> str:
