@@ -68,9 +68,10 @@ def start_all(
 ) -> Path:
     """Start a sound control, and in some ranks a sound run of a script and one with each fault.
 
-    They train half the steps of a comparison; with the flag --evidence they keep that of the first.
+    They train as few steps as show every fault; with the flag --evidence they keep that of the
+    first.
     """
-    flags = ["--half", *flags]
+    flags = ["--few", *flags]
     start("single", folder, [*flags, folder / "control", "clean"], environment)
     names = [*flags, folder, "clean", *faults]
     start(strategy, folder, names, environment, script=script, ranks=ranks)

@@ -108,6 +108,17 @@ def test_a_script_finds_itself_in_the_same_place(start, tmp_path, ignore, strate
         assert other == value, name
 
 
+def test_the_ranks_of_torchrun_are_forked_too(warm_environment, tmp_path):
+    script = tmp_path / "forked.py"
+    script.write_text(
+        "from toolkit.launching import forking\nprint('forked', forking.shared_bytes > 0)\n"
+    )
+    words = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", script)
+    done = launches.run((sys.executable, *words), environment=warm_environment)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("forked True") == 2, done.stdout
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp"])
 def test_it_trains_the_same_to_the_last_bit(start, tmp_path, strategy):
     records = {}
@@ -465,6 +476,8 @@ def test_every_variable_but_those_of_one_launch_is_part_of_the_key():
     base = {"PATH": "/bin", "HF_HUB_OFFLINE": "1"}
     assert key_of(base) == key_of(base | {"TOOLKIT_STATUS_DIR": "/somewhere"})
     assert key_of(base | {"CUDA_VISIBLE_DEVICES": "0"}) == key_of(base)
+    assert key_of(base | {"PATH": "/bin:/bin"}) == key_of(base)
+    assert key_of({"PATH": "/bin:/opt:/bin"}) != key_of({"PATH": "/opt:/bin"})
     others = [
         {"CUDA_VISIBLE_DEVICES": ""},
         {"HF_HUB_OFFLINE": "0"},

@@ -43,8 +43,12 @@ SUBPROCESSES: Final = (
 )
 """The module whose `Popen` torchelastic uses to start ranks (torch 2.13)."""
 
+TORCHRUN: Final = "torch.distributed.run"
+LAUNCHERS: Final = (LAUNCHER, [sys.executable, "-m", TORCHRUN])
+"""Beginnings of the commands that start ranks."""
+
 IMPORTED: Final = (
-    "torch.distributed.run",
+    TORCHRUN,
     SUBPROCESSES,
     "accelerate.commands.launch",
     "transformers.trainer",
@@ -396,7 +400,7 @@ def run_as(args: list[str], imported: Imported) -> NoReturn:
             rest = [str(os.getppid()), *args[4:]]
             code = supervised.main(rest, run=lambda command: run_python_as(command, imported))
         else:
-            if args[: len(LAUNCHER)] == LAUNCHER:
+            if args[:3] in LAUNCHERS:
                 fork_ranks(imported)
             run_python(args[1:])
     except SystemExit as error:

@@ -1,16 +1,16 @@
 """Train one small model many times in one process group: as it should be, then with faults.
 
     accelerate launch --config_file ddp.yaml tests/faults/train_with_faults.py \
-        [--half] [--evidence] MODEL OUTPUT NAME ...
+        [--few] [--evidence] MODEL OUTPUT NAME ...
 
 Each NAME, `clean` or a key of FAULTS, leaves OUTPUT/NAME/record.json and OUTPUT/NAME/final/. The
 training is the product's own: its data, collator, loop, recorder and save. A fault is put where
 such bugs live, in what the loop calls, and is gone again before the next run. A NAME such as
 `bf16/clean` trains under that precision, `fast/clean` at a high learning rate, and
 `reversed/clean` reads the rows of each step in reverse; `fast+reversed/clean` does both. 20 steps
-are trained, with --half 10.
+are trained, with --few 6.
 
-With --evidence, OUTPUT/NAME/evidence/ is left too, and without --half two steps are trained then,
+With --evidence, OUTPUT/NAME/evidence/ is left too, and without --few two steps are trained then,
 after which only the NAMES in SAVED leave final weights. Of a NAME such as `late/not_clipped` it is
 that of step 6, with which the fault begins; two ranks begin it with the weights of
 OUTPUT/../single/late/clean.
@@ -62,8 +62,8 @@ sys.path.append(str(Path(__file__).parents[1]))  # a rank's path is a safe one
 from example_record import TRAINING
 
 FLAGS = [word for word in sys.argv[1:3] if word.startswith("--")]
-HALF, EVIDENCE = "--half" in FLAGS, "--evidence" in FLAGS
-STEPS = 10 if HALF else 2 if EVIDENCE else 20
+FEW, EVIDENCE = "--few" in FLAGS, "--evidence" in FLAGS
+STEPS = 6 if FEW else 2 if EVIDENCE else 20
 LATE = 6
 """The step with which a late fault begins, of SCHEDULED steps; the run ends after the next."""
 
@@ -117,7 +117,7 @@ def main() -> None:
             kept=LATE if late else None,
             begins=LATE if late else 1,
             reference=output.parent / "single" / name.replace(fault, "clean") / "evidence",
-            saves=HALF or not EVIDENCE or name in SAVED,
+            saves=FEW or not EVIDENCE or name in SAVED,
         )
         with nullcontext() if fault == "clean" else FAULTS[fault](run):
             run.go(folder)

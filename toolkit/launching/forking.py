@@ -293,6 +293,9 @@ def key_of(environment: Mapping[str, str]) -> str:
         for name, value in environment.items()
         if name not in OF_A_LAUNCH and not name.startswith(OF_A_LAUNCHER)
     }
+    # A folder a second time changes no look-up: a cell that adds one may be run again.
+    folders = variables.get("PATH", "").split(os.pathsep)
+    variables["PATH"] = os.pathsep.join(dict.fromkeys(folders))
     # No import initialises CUDA: it only matters whether this variable hides all GPUs.
     variables["CUDA_VISIBLE_DEVICES"] = str(environment.get("CUDA_VISIBLE_DEVICES") == "")
     text = json.dumps([sys.executable, sorted(variables.items())])
