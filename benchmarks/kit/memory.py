@@ -51,6 +51,8 @@ PLAIN: Final = {
 }
 """What a job is where it says nothing else; a number for the last one chunks the loss."""
 
+SHAPE: Final = ("model", "batch", "sequence")
+
 CHUNKED: Final = {"loss_chunk_tokens": 1024}
 FULL: Final = {"checkpointing": "full"}
 IN_BF16: Final = {"weights": "bfloat16"}
@@ -107,10 +109,16 @@ LORA_RANK = 16
 def cells(machine: Machine) -> Iterator[Cell]:
     """Yield every job under one setting of the allocator, then under the other.
 
-    A smoke run has no allocator to set, so it runs each job once.
+    A smoke run has no allocator to set, so it runs each job once, and of those that differ in their
+    shapes alone the first.
     """
+    kinds: list[dict[str, Any]] = []
     for allocator, expandable in ALLOCATORS.items():
         for changes in JOBS:
+            kind = {name: value for name, value in changes.items() if name not in SHAPE}
+            if machine.smoke and kind in kinds:
+                continue
+            kinds.append(kind)
             settings = PLAIN | changes
             libraries = LIBRARIES.get(settings["method"], ())
             yield Cell(

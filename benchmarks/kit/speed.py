@@ -76,20 +76,22 @@ TABLES: dict[str, tuple[str, str]] = {
 def cells(machine: Machine) -> list[Cell]:
     """Return the cells: Trainers first, and at the end the first of them again.
 
-    A smoke run leaves out what runs the same code again: longer rows, the recipe less a switch.
+    A smoke run leaves out what runs the same code again: longer rows, the recipe less a switch,
+    and compiled layers alone, which the tuned Trainer compiles.
     """
     short = _trainer_cells(SHORT, machine)
-    again = _cell("stock again, 2048", machine, **short[0].settings)
+    last = _cell("stock again, 2048", machine, **short[0].settings)
     switches = _switch_cells(machine)
     if machine.smoke:
-        switches = [cell for cell in switches if not cell.name.startswith("recipe without")]
+        again = ("recipe without", "compiled layers alone")
+        switches = [cell for cell in switches if not cell.name.startswith(again)]
     return [
         *short,
         *switches,
         *([] if machine.smoke else _trainer_cells(LONG, machine)),
         *_method_cells(machine),
         *_attention_cells(machine),
-        again,
+        last,
         _liger_cell(machine),
     ]
 
