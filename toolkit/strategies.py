@@ -98,19 +98,6 @@ class Strategy:
                 refuse_backend(self.backend, self, "The toolkit")
 
     @property
-    def runs_alone(self) -> bool:
-        """Whether it trains as itself on one process; DDP would only replicate to nowhere."""
-        match self.backend:
-            case "single":
-                return True
-            case "ddp" | "tensor" | "pipeline" | "parameter_server":
-                return False
-            case "deepspeed" | "fsdp":
-                return self.replicas == 1 and not self.splits_rows
-            case _:
-                refuse_backend(self.backend, self, "The toolkit")
-
-    @property
     def sharding(self) -> Sharding:
         """How a rank's part of the model states is cut.
 
@@ -194,14 +181,6 @@ class Strategy:
                 refuse_backend(self.backend, self, "The toolkit")
 
     @property
-    def steps_on_masters(self) -> bool:
-        """Whether the model is cast to the computing dtype, and the step is on an fp32 copy.
-
-        DeepSpeed does so; DDP and FSDP2 step on the parameters themselves.
-        """
-        return self.reads_deepspeed_json
-
-    @property
     def engines(self) -> tuple[Engine, ...]:
         """The engines that can train it, the usual one first."""
         if self.splits_rows:
@@ -217,17 +196,6 @@ class Strategy:
                 return ("loop",)
             case "pipeline" | "parameter_server":
                 return ("loop",)
-            case _:
-                refuse_backend(self.backend, self, "The toolkit")
-
-    @property
-    def has_key(self) -> bool:
-        """Whether a key of Accelerate's file asks for it; otherwise `--strategy` does."""
-        match self.backend:
-            case "single" | "ddp" | "deepspeed" | "fsdp" | "tensor":
-                return True
-            case "pipeline" | "parameter_server":
-                return False
             case _:
                 refuse_backend(self.backend, self, "The toolkit")
 

@@ -26,18 +26,15 @@ def backend_of(strategy: Strategy) -> Backend:
             from toolkit.backends import whole
 
             return (whole.Ddp if strategy.is_distributed else whole.Single)(strategy)
-        case "deepspeed" | "fsdp" if strategy.splits_rows:
-            from toolkit.backends import sequence
-
-            return (sequence.Ulysses if strategy.zero_stage else sequence.Ring)(strategy)
         case "deepspeed":
-            from toolkit.backends import zero
+            from toolkit.backends import sequence, zero
 
-            return zero.STAGES[strategy.zero_stage](strategy)
+            stage = zero.STAGES[strategy.zero_stage]
+            return (sequence.Ulysses if strategy.splits_rows else stage)(strategy)
         case "fsdp":
-            from toolkit.backends import fsdp
+            from toolkit.backends import fsdp, sequence
 
-            return fsdp.Fsdp2(strategy)
+            return (sequence.Ring if strategy.splits_rows else fsdp.Fsdp2)(strategy)
         case "tensor":
             from toolkit.backends import tensor
 
@@ -51,4 +48,4 @@ def backend_of(strategy: Strategy) -> Backend:
 
             return server.ParameterServer(strategy)
         case _:
-            refuse_backend(strategy.backend, strategy, "The planner")
+            refuse_backend(strategy.backend, strategy, "The toolkit")

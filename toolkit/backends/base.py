@@ -5,14 +5,17 @@ A family overrides what it does otherwise. Bytes and elements are those of one r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
+from toolkit.backends.launcher import mixed, ports
 from toolkit.errors import UsageError
 from toolkit.jobs import optimizers
 from toolkit.jobs.collective import Collective
+from toolkit.jobs.config_options import ConfigOptions
 from toolkit.jobs.job import Job
 from toolkit.jobs.shape import ModelShape
 from toolkit.jobs.states import Held, StateBytes
@@ -68,6 +71,57 @@ class Backend:
                 f"{ranks} asked. For one process, use single."
             )
         return self.groups_problem(ranks)
+
+    # Files of a launch.
+
+    distributed_type: str = "MULTI_GPU"
+    """Accelerate's name of the kind of launch: plain ranks, of which a family may make more."""
+
+    has_key: bool = True
+    """Whether a key of Accelerate's file asks for it; otherwise `--strategy` does."""
+
+    wraps_layers: bool = False
+    """Whether the file may name the class of layers to wrap."""
+
+    def takes_replicas(self) -> bool:
+        """Whether its groups that each hold a whole model can be of any number."""
+        return False
+
+    cutter: str = ""
+    """What cuts parameters in a way that some optimizers cannot step on, with its verb."""
+
+    cuts_flat: bool = False
+    """Whether it is cut into plain tensors, on which most optimizers step."""
+
+    @property
+    def swaps_optimizer(self) -> bool:
+        """Whether a step on the CPU is by an optimizer of the library's own."""
+        return False
+
+    def launcher(
+        self, processes: int, options: ConfigOptions, deepspeed_json: Path | None
+    ) -> dict[str, Any]:
+        """Return the sections of Accelerate's file that are not those of every launch.
+
+        Raises:
+            UsageError: DeepSpeed is not told the path of its JSON.
+        """
+        return ports(options) | mixed(options) | self.sections(processes, options)
+
+    def config_problem(self, config: Mapping[str, Any]) -> str | None:
+        """Say why a config does not go with how rows are split; None where it does.
+
+        `config` is DeepSpeed's, empty beside FSDP.
+        """
+        return None
+
+    def sections(self, processes: int, options: ConfigOptions) -> dict[str, Any]:
+        """Return the sections of the family."""
+        return {}
+
+    def json_file(self, options: ConfigOptions) -> dict[str, Any] | None:
+        """Return the contents of DeepSpeed's file; None where DeepSpeed has no part in it."""
+        return None
 
     # Jobs.
 

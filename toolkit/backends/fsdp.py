@@ -24,8 +24,10 @@ from toolkit.backends.base import (
     padded,
     sharded_frozen_bytes,
 )
+from toolkit.backends.launcher import mesh
 from toolkit.jobs import optimizers
 from toolkit.jobs.collective import SIZED, Collective
+from toolkit.jobs.config_options import ConfigOptions
 from toolkit.jobs.job import Job
 from toolkit.jobs.shape import ModelShape
 from toolkit.jobs.states import Held, StateBytes
@@ -36,6 +38,33 @@ from toolkit.strategies import COMPUTE_DTYPES, DTYPE_BYTES
 
 class Fsdp2(Backend):
     """Everything is sharded, and the step is on the shards themselves."""
+
+    distributed_type = "FSDP"
+    wraps_layers = True
+    cutter = "FSDP2 shards"
+
+    def takes_replicas(self) -> bool:
+        return self.strategy.replicas > 1
+
+    def sections(self, processes: int, options: ConfigOptions) -> dict[str, Any]:
+        section: dict[str, Any] = {
+            # Without the version the launcher means FSDP1; without a policy no layer is wrapped.
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": self.strategy.reshard_after_forward,
+            "fsdp_offload_params": self.strategy.offload_parameters == "cpu",
+            # A stock Trainer leaves no model at all with SHARDED_STATE_DICT (transformers 5.23).
+            "fsdp_state_dict_type": "FULL_STATE_DICT",
+            "fsdp_activation_checkpointing": False,
+            # The launcher refuses the first without the second, which FSDP2 itself ignores.
+            "fsdp_cpu_ram_efficient_loading": True,
+            "fsdp_sync_module_states": True,
+        }
+        if options.decoder_layer is not None:
+            section["fsdp_transformer_layer_cls_to_wrap"] = options.decoder_layer
+        replicas = self.strategy.replicas
+        ranks = mesh(processes, replicate=replicas) if replicas > 1 else {}
+        return {"fsdp_config": section} | ranks
 
     @property
     def least_ranks(self) -> int:

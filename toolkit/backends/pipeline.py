@@ -6,8 +6,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 from operator import le
+from typing import Any
 
 from toolkit.backends.base import AnyJob, norm
+from toolkit.backends.launcher import mesh
 from toolkit.backends.matrices import (
     exchanged,
     matrices_problem,
@@ -20,15 +22,27 @@ from toolkit.backends.stages import costs_of, cut
 from toolkit.backends.whole import Single, Whole
 from toolkit.errors import UsageError
 from toolkit.jobs.collective import SIZED, Collective
+from toolkit.jobs.config_options import ConfigOptions
 from toolkit.jobs.job import Job
 from toolkit.jobs.shape import ModelShape, Tensor
 from toolkit.jobs.states import StateBytes
 from toolkit.jobs.terms import RUNNING, Interval, Term
-from toolkit.strategies import DTYPE_BYTES, STRATEGIES, ScheduleName
+from toolkit.strategies import DTYPE_BYTES, STRATEGIES, ScheduleName, Strategy
 
 
 class Pipeline(Whole):
     """Stages of layers on the ranks, each with a tensor group of its own in `three_d`."""
+
+    has_key = False
+
+    def sections(self, processes: int, options: ConfigOptions) -> dict[str, Any]:
+        # No key asks for it: a mesh of no rank keeps other scripts from training as ddp.
+        return mesh(0)
+
+    def __init__(self, strategy: Strategy) -> None:
+        super().__init__(strategy)
+        if strategy.tensor > 1:
+            self.cutter = "tensor parallelism splits"
 
     def groups_problem(self, ranks: int) -> str | None:
         name, size, tensor = self.strategy.name, self.strategy.pipeline or 1, self.strategy.tensor

@@ -8,16 +8,19 @@ gather them at once), and their gradients go around.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from toolkit.backends.base import AnyJob, Backend
 from toolkit.backends.fsdp import Fsdp2
+from toolkit.backends.launcher import mesh
 from toolkit.backends.zero import Zero3
 from toolkit.backends.zero_settings import zero_settings
 from toolkit.errors import UsageError
 from toolkit.jobs.collective import Collective
+from toolkit.jobs.config_options import ConfigOptions
 from toolkit.jobs.job import Job
 from toolkit.jobs.shape import ModelShape
 from toolkit.jobs.terms import BACK, FIRST, RUNNING, Interval, Term
@@ -40,6 +43,13 @@ class SplitRows(Backend):
                 f"multiple of {sharing}; {ranks} asked."
             )
         return super().groups_problem(ranks)
+
+    def config_problem(self, config: Mapping[str, Any]) -> str | None:
+        if self.strategy.offloads:
+            return "is not proven with an offload, which the config asks for"
+        if self.strategy.replicas > 1:
+            return "is not proven with hybrid sharding (parallelism_config_dp_replicate_size)"
+        return None
 
     def check(self, job: Job) -> None:
         super().check(job)
@@ -90,6 +100,10 @@ class SplitRows(Backend):
 
 class Ring(SplitRows, Fsdp2):
     """`context`: keys and values go around; sharded as FSDP2."""
+
+    def sections(self, processes: int, options: ConfigOptions) -> dict[str, Any]:
+        ranks = mesh(processes, context=self.strategy.sequence_size(processes))
+        return super().sections(processes, options) | ranks
 
     def exchanges(self, job: Job, part: Job, tokens: int) -> Iterator[Term]:
         """Yield also the keys and values of whole rows, and what is added up in fp32."""
@@ -142,6 +156,20 @@ class Ring(SplitRows, Fsdp2):
 
 class Ulysses(SplitRows, Zero3):
     """`ulysses`: ranks swap tokens for heads; sharded as ZeRO-3."""
+
+    def sections(self, processes: int, options: ConfigOptions) -> dict[str, Any]:
+        return mesh(processes, sequence=self.strategy.sequence_size(processes))
+
+    def config_problem(self, config: Mapping[str, Any]) -> str | None:
+        if not self.strategy.shards_optimizer:
+            return "needs a ZeRO stage from 1 to 3, and the DeepSpeed config has none"
+        if problem := super().config_problem(config):
+            return problem
+        zero: dict[str, Any] = config.get("zero_optimization") or {}
+        if self.strategy.shards_parameters and not zero.get("reduce_scatter", True):
+            # deepspeed 0.19, stage3.py: large buckets are divided by the ranks, small by the rows.
+            return "needs reduce_scatter at stage 3, or DeepSpeed divides gradients in two ways"
+        return None
 
     def split_problem(self, size: int, model: ModelShape) -> str | None:
         for noun, count in (("attention heads", model.heads), ("key-value heads", model.kv_heads)):

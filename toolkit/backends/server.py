@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
+from toolkit.backends.launcher import mesh
 from toolkit.backends.whole import Whole
 from toolkit.jobs.collective import SIZED, Collective, Kind, Purpose
+from toolkit.jobs.config_options import ConfigOptions
 from toolkit.jobs.job import Job
 from toolkit.jobs.states import Held, StateBytes
 from toolkit.jobs.terms import Term, product
@@ -15,6 +18,12 @@ from toolkit.jobs.weights import weights_of
 
 class ParameterServer(Whole):
     """A server and its workers: gradients are pushed once a step."""
+
+    has_key = False
+
+    def sections(self, processes: int, options: ConfigOptions) -> dict[str, Any]:
+        # No key asks for it: a mesh of no rank keeps other scripts from training as ddp.
+        return mesh(0)
 
     def states(self, job: Job, rank: int = 0) -> StateBytes:
         states = super().states(job)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from toolkit.backends import backend_of
 from toolkit.backends.base import AnyJob, norm
 from toolkit.backends.fsdp import Fsdp2
+from toolkit.backends.launcher import mesh
 from toolkit.backends.matrices import (
     exchanged,
     matrices_problem,
@@ -20,6 +22,7 @@ from toolkit.backends.matrices import (
     summed_copy,
 )
 from toolkit.jobs.collective import Collective
+from toolkit.jobs.config_options import ConfigOptions
 from toolkit.jobs.job import Job
 from toolkit.jobs.states import StateBytes
 from toolkit.jobs.terms import Term
@@ -28,6 +31,17 @@ from toolkit.strategies import STRATEGIES
 
 class Tensor(Fsdp2):
     """Groups whose ranks share every matrix and read the same rows."""
+
+    # Ranks of plain processes: transformers splits the model while it is loaded.
+    distributed_type = "MULTI_GPU"
+    wraps_layers = False
+    cutter = "tensor parallelism splits"
+
+    def takes_replicas(self) -> bool:
+        return False  # a tensor group is a replica
+
+    def sections(self, processes: int, options: ConfigOptions) -> dict[str, Any]:
+        return mesh(processes, replicate=self.strategy.replicas, tensor=self.strategy.tensor)
 
     @property
     def least_ranks(self) -> int:

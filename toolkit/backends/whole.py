@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from toolkit.backends.base import Backend, on_gpu
+from toolkit.backends.launcher import mixed
 from toolkit.jobs import optimizers
 from toolkit.jobs.collective import SIZED, Collective
+from toolkit.jobs.config_options import ConfigOptions
 from toolkit.jobs.job import Job
 from toolkit.jobs.states import StateBytes
 from toolkit.jobs.terms import RUNNING, Interval, Phase, Term, product
@@ -89,7 +93,15 @@ class Whole(Backend):
 class Single(Whole):
     """One process: the control."""
 
+    distributed_type = "NO"
     takes_bf16_weights = True
+
+    def launcher(
+        self, processes: int, options: ConfigOptions, deepspeed_json: Path | None
+    ) -> dict[str, Any]:
+        # Without the pin, a bare process on a box with two GPUs sees both, and the HF Trainer
+        # quietly turns to nn.DataParallel.
+        return {"gpu_ids": "0"} | mixed(options)
 
     def ranks_problem(self, ranks: int) -> str | None:
         if ranks == 1:

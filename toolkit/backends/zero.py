@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 from toolkit.backends.base import (
     Backend,
@@ -29,6 +30,8 @@ from toolkit.backends.base import (
     sharded_frozen_bytes,
     step_term,
 )
+from toolkit.backends.deepspeed_json import deepspeed_config
+from toolkit.backends.launcher import ports
 from toolkit.backends.zero_gathers import gathered_elements
 from toolkit.backends.zero_settings import (
     MAX_IN_CPU,
@@ -42,6 +45,7 @@ from toolkit.backends.zero_settings import (
 from toolkit.errors import UsageError
 from toolkit.jobs import optimizers
 from toolkit.jobs.collective import Collective, Kind
+from toolkit.jobs.config_options import ConfigOptions
 from toolkit.jobs.job import Job
 from toolkit.jobs.states import Held, StateBytes
 from toolkit.jobs.terms import BACK, RUNNING, Interval, Phase, Place, Term, product
@@ -60,6 +64,38 @@ NORM_SIZE = 8
 
 class DeepSpeed(Backend):
     """All stages: the model is cast to the computing dtype, and the step is on fp32 masters."""
+
+    distributed_type = "DEEPSPEED"
+    cutter = "DeepSpeed cuts"
+    cuts_flat = True
+
+    @property
+    def swaps_optimizer(self) -> bool:
+        return self.steps_on_cpu
+
+    def launcher(
+        self, processes: int, options: ConfigOptions, deepspeed_json: Path | None
+    ) -> dict[str, Any]:
+        """Return a section with the JSON's path and no settings of the JSON.
+
+        Accelerate raises when the YAML repeats what the JSON owns: stage, offload, accumulation,
+        clipping, precision.
+        """
+        if deepspeed_json is None:
+            raise UsageError(
+                f"{self.strategy.name}: a DeepSpeed strategy needs the path of its JSON."
+            )
+        section = {
+            "deepspeed_config_file": str(deepspeed_json),
+            "zero3_init_flag": self.strategy.shards_parameters,
+        }
+        if (options.num_machines or 1) > 1:
+            # The default, pdsh, would start the other machines from this one, by SSH.
+            section["deepspeed_multinode_launcher"] = "standard"
+        return ports(options) | {"deepspeed_config": section} | self.sections(processes, options)
+
+    def json_file(self, options: ConfigOptions) -> dict[str, Any]:
+        return deepspeed_config(self.strategy, options)
 
     @property
     def least_ranks(self) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
+from toolkit.backends import backend_of
 from toolkit.comparing.report.names import both_engines, without_engine
 from toolkit.comparing.run.options import CompareOptions, check_train_flags, flags_in
 from toolkit.configs.accelerate import num_processes_problem
@@ -153,7 +154,9 @@ def build_plan(
     counts = {s.name: _counts(s, options) for s in (*strategies, *controls)}
     distributed = [s for s in strategies if s.is_distributed]
     several = [
-        s.name for s in distributed if options.scale or not (s.runs_alone or _makes_groups(s))
+        s.name
+        for s in distributed
+        if options.scale or not (backend_of(s).least_ranks == 1 or _makes_groups(s))
     ]
     if several and options.processes < 2:
         need = "a count of 2 or more in --scale" if options.scale else "--num_processes 2 or more"
