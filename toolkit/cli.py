@@ -385,7 +385,7 @@ def report(
         raise UsageError("--png is for one comparison. Name one folder, or leave --png out.")
     from rich.console import Console
 
-    from toolkit.comparing.report import remake
+    from toolkit.comparing.report import write
     from toolkit.comparing.run.rebuilding import restore
 
     console = Console()
@@ -396,9 +396,9 @@ def report(
         restore(second, console=console)
         side_by_side(folder, second, to=to, console=console)
     elif png:
-        remake.remake_picture(folder, console=console)
+        write.remake_picture(folder, console=console)
     else:
-        remake.remake(folder, console=console, show_speed=show_speed)
+        write.remake(folder, console=console, show_speed=show_speed)
 
 
 @app.command(

@@ -30,7 +30,7 @@ from toolkit import redaction
 from toolkit.comparing.bisect.running import bisect_runs
 from toolkit.comparing.report import figures
 from toolkit.comparing.report.diff.match import SAME_TRAINING
-from toolkit.comparing.report.remake import remake
+from toolkit.comparing.report.write import remake
 from toolkit.comparing.run import schedule, starting
 from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.options import CompareOptions
