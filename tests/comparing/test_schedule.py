@@ -266,7 +266,7 @@ def test_a_failed_strategy_keeps_its_row_and_the_others_go_on(drawing_world):
     assert "The GPU ran out of memory." in row["cause"]
     assert "--global_batch_size" in row["fix"]
     assert "\n\nCause: " in (world.output / "report.md").read_text()
-    assert "<b>Cause:</b> " in (world.output / "report.html").read_text()
+    assert "<p>Cause: " in (world.output / "report.html").read_text()
     assert row["tail"] == ["toolkit.train: ddp begins"]
     assert row["not_measured"]["final_loss"].startswith("oom: ")
     assert row["seconds"] > 0
