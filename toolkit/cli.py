@@ -385,7 +385,7 @@ def report(
         raise UsageError("--png is for one comparison. Name one folder, or leave --png out.")
     from rich.console import Console
 
-    from toolkit.comparing.report import remake
+    from toolkit.comparing.report import write
 
     console = Console()
     if second is not None:
@@ -393,9 +393,9 @@ def report(
 
         side_by_side(folder, second, to=to, console=console)
     elif png:
-        remake.remake_picture(folder, console=console)
+        write.remake_picture(folder, console=console)
     else:
-        remake.remake(folder, console=console, show_speed=show_speed)
+        write.remake(folder, console=console, show_speed=show_speed)
 
 
 @app.command(

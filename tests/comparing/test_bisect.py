@@ -636,6 +636,20 @@ def test_the_table_says_each_verdict_once(side):
     assert all(each.count("equal") + each.count("differs") <= 1 for each in cells.values())
 
 
+def test_what_a_run_says_cannot_become_part_of_the_page(side):
+    evil = "<b>a</b> | `x` [a](http://b)"
+    found = bisect(side(), side("zero2", with_group(learning_rate=2e-3)))
+    finding = dataclasses.replace(found.findings[0], verdict="differs", words=evil)
+    page = as_page(
+        StepResult(
+            runs={}, bisection=dataclasses.replace(found, findings=(finding,), notes=(evil,))
+        )
+    )
+    assert page.count(r"&lt;b&gt;a&lt;/b&gt; \| \`x\` \[a\](http://b)") == 3
+    failed = as_page(StepResult(runs={}, bisection=None, problem=[evil, "Nothing was compared."]))
+    assert failed.endswith(r"\[a\](http://b)" + "\n\nNothing was compared.\n")
+
+
 def noisy(by, seed):
     random = np.random.default_rng(seed)
     return {

@@ -30,7 +30,7 @@ from toolkit import redaction
 from toolkit.comparing.bisect.running import bisect_runs
 from toolkit.comparing.report import figures
 from toolkit.comparing.report.diff.match import SAME_TRAINING
-from toolkit.comparing.report.remake import remake
+from toolkit.comparing.report.write import remake
 from toolkit.comparing.run import schedule, starting
 from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.options import CompareOptions
@@ -265,7 +265,7 @@ def test_a_failed_strategy_keeps_its_row_and_the_others_go_on(drawing_world):
     assert "The GPU ran out of memory." in row["cause"]
     assert "--global_batch_size" in row["fix"]
     assert "\n\nCause: " in (world.output / "report.md").read_text()
-    assert "<b>Cause:</b> " in (world.output / "report.html").read_text()
+    assert "<p>Cause: " in (world.output / "report.html").read_text()
     assert row["tail"] == ["toolkit.train: ddp begins"]
     assert row["not_measured"]["final_loss"].startswith("oom: ")
     assert row["seconds"] > 0

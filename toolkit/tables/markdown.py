@@ -19,7 +19,7 @@ SPECIAL: Final = re.compile(
 )
 
 
-def document(blocks: Iterable[str], sections: Iterable[Section]) -> str:
+def document(blocks: Iterable[str], sections: Iterable[Section] = ()) -> str:
     """Return a page: blocks of markdown at its head, and the sections under their titles."""
     parts = [*blocks]
     for section in sections:

@@ -156,8 +156,8 @@ def _name(cell: Sequence[Token], roles: Sequence[str]) -> None:
     opening, inline, closing = cell
     opening.tag = closing.tag = "th"
     opening.attrSet("scope", "row")
-    children = inline.children or []
-    children += [_html(f' <span class="role">{role}</span>') for role in roles]
+    beside = [_html(f' <span class="role">{role}</span>') for role in roles]
+    inline.children = [*(inline.children or []), *beside]
 
 
 def _value(cell: Sequence[Token], heading: str, *, is_words: bool) -> None:

@@ -21,6 +21,8 @@ from toolkit.comparing.bisect.run_pair import LinkGap, RunPair, TracedRun
 from toolkit.comparing.run.folders import FailedStart, Finished, command_at
 from toolkit.errors import UsageError
 from toolkit.records.json_files import SCHEMA
+from toolkit.tables.grid import Section
+from toolkit.tables.markdown import document, escaped, fenced, section_text
 
 LinkVerdict = Literal["equal", "within", "differs", "unknown"]
 
@@ -272,30 +274,23 @@ def _run_as_json(name: str, end: Finished | FailedStart) -> dict[str, Any]:
 
 def as_page(result: StepResult) -> str:
     """Return `bisect.md`: a table of the links, and the commands that trained."""
-    text = [f"# {' and '.join([*result.runs][:2])}: the first difference", ""]
     bisection = result.bisection
     if bisection is None:
-        text += [*result.problem, ""]
+        shown = Section("\n\n".join(map(escaped, result.problem)))
     else:
         first = bisection.first
-        text += [
-            "Nothing differs beyond its limit."
-            if first is None
-            else f"**{first.link}**: {first.words}.",
-            "",
-            "| link | found |",
-            "|---|---|",
-            *(f"| {finding.link} | {_cell(finding)} |" for finding in bisection.findings),
-            "",
-            *(f"- {note}" for note in (*bisection.notes, *result.advice)),
-            "",
+        text = "Nothing differs beyond its limit."
+        if first is not None:
+            text = f"**{first.link}**: {escaped(first.words)}."
+        rows = [
+            # The words of a finding name each verdict, except a difference.
+            [one.link, f"differs: {one.words}" if one.verdict == "differs" else one.words]
+            for one in bisection.findings
         ]
-    for name, end in result.runs.items():
-        text += [f"{name}:", "", "```sh", command_at(end.folder) or "", "```", ""]
-    return "\n".join(text)
-
-
-def _cell(finding: Finding) -> str:
-    words = finding.words.replace("|", "/")
-    # The words of a finding name each verdict, except a difference.
-    return f"differs: {words}" if finding.verdict == "differs" else words
+        shown = Section(text, ("link", "found"), rows, (*bisection.notes, *result.advice))
+    commands = [
+        f"{escaped(name)}:\n\n{fenced(command_at(end.folder) or '', language='sh')}"
+        for name, end in result.runs.items()
+    ]
+    title = f"# {' and '.join([*result.runs][:2])}: the first difference"
+    return document([title, section_text(shown), *commands])

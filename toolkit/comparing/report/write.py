@@ -1,7 +1,6 @@
-"""The report as text: GitHub markdown for a file, a table for a terminal.
+"""Every form of a report: GitHub markdown, a page, a sheet, a picture, a table for a terminal.
 
-It is made from `results.json` alone, so another machine or a newer toolkit can make it again. Text
-from a run or a user is escaped before it becomes part of a page.
+They are made from `results.json` alone, so another machine or a newer toolkit can make them again.
 """
 
 from __future__ import annotations
@@ -10,9 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from toolkit.comparing.report.names import for_readers
+from toolkit.comparing.report.page import PAGE_FILE, render_page
+from toolkit.comparing.report.picture import write_picture
 from toolkit.comparing.report.redact import redact_results
 from toolkit.comparing.report.runs_table import runs_table
 from toolkit.comparing.report.sections import report_sections
+from toolkit.comparing.report.table_file import TABLE_FILE, render_table
 from toolkit.comparing.report.verdict import (
     REHEARSAL,
     broken_lines,
@@ -20,10 +22,12 @@ from toolkit.comparing.report.verdict import (
     unjudged_lines,
     verdict,
 )
+from toolkit.errors import UsageError
 from toolkit.files import write_text
-from toolkit.records.results import Results, read_results
+from toolkit.records.record import RECORD_FILE
+from toolkit.records.results import RESULTS_FILE, SPEC_FILE, Results, has_runs, read_results
 from toolkit.tables.markdown import bullets, document, escaped
-from toolkit.tables.terminal import print_tables
+from toolkit.tables.terminal import print_line, print_tables
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,3 +73,68 @@ def render_markdown(results: Results) -> str:
         escaped(findings(results)),
     ]
     return document(head, report_sections(results))
+
+
+def write_reports(folder: Path) -> list[Path]:
+    """Write `report.md`, `report.html` and `results.csv` beside `results.json`.
+
+    Raises:
+        UsageError: there are no results to read.
+        OSError: the folder is not writable.
+    """
+    return _write(folder, redact_results(read_results(folder)))
+
+
+def _write(folder: Path, results: Results) -> list[Path]:
+    """Write the reports of redacted results."""
+    made = {
+        REPORT_FILE: render_markdown(results),
+        PAGE_FILE: render_page(results),
+        TABLE_FILE: render_table(results),
+    }
+    for name, text in made.items():
+        write_text(folder / name, text)
+    return [folder / name for name in made]
+
+
+def remake(folder: Path, *, console: Console, show_speed: bool = False) -> None:
+    """Print the table and write every report again.
+
+    `show_speed` shows the speeds of a rehearsal in the table too.
+
+    Raises:
+        UsageError: the folder holds no comparison.
+    """
+    results = redact_results(comparison_in(folder))
+    written = _write(folder, results)
+    print_report(results, console=console, show_speed=show_speed)
+    for path in written:
+        print_line(f"Written: {path}", console=console)
+
+
+def remake_picture(folder: Path, *, console: Console) -> None:
+    """Write only the picture of the comparison.
+
+    Raises:
+        UsageError: the folder holds no comparison, or matplotlib is not installed.
+    """
+    comparison_in(folder)
+    print_line(f"Written: {write_picture(folder)}", console=console)
+
+
+def comparison_in(folder: Path) -> Results:
+    """Read the comparison that the user named.
+
+    Raises:
+        UsageError: the folder holds no comparison.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder. Name the folder of a comparison.")
+    if not (folder / RESULTS_FILE).is_file() and not has_runs(folder):
+        is_run = (folder / RECORD_FILE).is_file() or (folder / SPEC_FILE).is_file()
+        raise UsageError(
+            f"{folder} is one run of a comparison. Name the folder above it."
+            if is_run
+            else f"{folder} holds no {RESULTS_FILE}. Name a folder that toolkit compare wrote."
+        )
+    return read_results(folder)

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from toolkit import environment
-from toolkit.comparing.report.remake import write_reports
-from toolkit.comparing.report.write import print_report
+from toolkit.comparing.report.write import print_report, write_reports
 from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.folders import (
     FailedStart,

@@ -17,7 +17,6 @@ from typing import Any, Final, Literal, NamedTuple, cast
 
 from toolkit.comparing.report.names import both_engines, renamed
 from toolkit.comparing.report.redact import clean, redact_results
-from toolkit.comparing.report.remake import comparison_in
 from toolkit.comparing.report.row_facts import (
     counted_peak,
     counts_peaks,
@@ -27,6 +26,7 @@ from toolkit.comparing.report.row_facts import (
     states_of,
 )
 from toolkit.comparing.report.words import flat, size
+from toolkit.comparing.report.write import comparison_in
 from toolkit.errors import UsageError
 from toolkit.records.fields import Unit, fields_of, value_at
 from toolkit.records.results import Results, Row
