@@ -157,14 +157,6 @@ class Strategy:
         return by_ranks and not self.has_server
 
     @property
-    def reduces_on_request(self) -> bool:
-        """Whether the training loop decides in which micro-batches gradients are reduced.
-
-        Under DeepSpeed the stage decides, and to a server they are pushed once a step.
-        """
-        return self.is_distributed and not (self.reads_deepspeed_json or self.has_server)
-
-    @property
     def gathers_again(self) -> bool:
         """Whether sharded parameters are freed after forward and gathered again for backward."""
         return self.sharding == "tensors" or self.reshard_after_forward
