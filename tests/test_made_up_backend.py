@@ -46,8 +46,6 @@ def _a_strategy_of_a_made_up_backend(monkeypatch):
         lambda strategy: strategy.shards_optimizer,
         lambda strategy: strategy.shards_gradients,
         lambda strategy: strategy.shards_parameters,
-        lambda strategy: strategy.shards_at_the_step,
-        lambda strategy: strategy.reduces_in_buckets,
         lambda strategy: strategy.gathers_again,
         lambda strategy: strategy.reads_deepspeed_json,
         lambda strategy: strategy.data_parallel_size(4),
