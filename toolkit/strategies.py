@@ -141,28 +141,9 @@ class Strategy:
                 return True
 
     @property
-    def shards_at_the_step(self) -> bool:
-        """ZeRO-1: gradients are whole until the last micro-batch's are reduced and cut."""
-        return self.shards_optimizer and not self.shards_gradients
-
-    @property
     def has_server(self) -> bool:
         """Whether one rank holds the optimizer and steps for all."""
         return self.backend == "parameter_server"
-
-    @property
-    def reduces_in_buckets(self) -> bool:
-        """DDP: gradients are averaged in buckets, of which they may be views."""
-        by_ranks = self.sharding == "whole" and self.is_distributed and self.schedule is None
-        return by_ranks and not self.has_server
-
-    @property
-    def reduces_on_request(self) -> bool:
-        """Whether the training loop decides in which micro-batches gradients are reduced.
-
-        Under DeepSpeed the stage decides, and to a server they are pushed once a step.
-        """
-        return self.is_distributed and not (self.reads_deepspeed_json or self.has_server)
 
     @property
     def gathers_again(self) -> bool:

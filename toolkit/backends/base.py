@@ -123,6 +123,31 @@ class Backend:
         """Return the contents of DeepSpeed's file; None where DeepSpeed has no part in it."""
         return None
 
+    # What it does with a training, for those who refuse a request or look for a better one.
+
+    splits_model: bool = False
+    """Whether several ranks share one copy of the model's computation, by matrices or by layers, so
+    that no adapters stand beside the whole."""
+
+    splits_matrices: bool = False
+    """Whether several ranks share every matrix."""
+
+    splits_rows: bool = False
+    """Whether several ranks share each row, a piece each."""
+
+    in_stages: bool = False
+    """Whether ranks hold different layers, and more micro-batches in a step idle less."""
+
+    shards_rows: bool = False
+    """Whether FSDP2 deals the rows of tensors out, and gathers layers that can be fetched ahead."""
+
+    unsynced: str = ""
+    """What decides when gradients are reduced, where the training loop does not."""
+
+    def is_worth_one_gpu(self) -> bool:
+        """Return whether one GPU gains by it, which keeps all that others would shard."""
+        return self.steps_on_cpu
+
     # Jobs.
 
     def check(self, job: Job) -> None:

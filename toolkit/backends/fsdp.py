@@ -41,6 +41,7 @@ class Fsdp2(Backend):
 
     distributed_type = "FSDP"
     wraps_layers = True
+    shards_rows = True
     cutter = "FSDP2 shards"
 
     def takes_replicas(self) -> bool:

@@ -34,6 +34,8 @@ class Pipeline(Whole):
     """Stages of layers on the ranks, each with a tensor group of its own in `three_d`."""
 
     has_key = False
+    splits_model = True
+    in_stages = True
 
     def sections(self, processes: int, options: ConfigOptions) -> dict[str, Any]:
         # No key asks for it: a mesh of no rank keeps other scripts from training as ddp.
@@ -41,8 +43,10 @@ class Pipeline(Whole):
 
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
-        if strategy.tensor > 1:
+        if strategy.tensor > 1:  # what a rank has of a stage is part of every matrix
             self.cutter = "tensor parallelism splits"
+            self.splits_matrices = self.shards_rows = True
+            self.whole = False
 
     def groups_problem(self, ranks: int) -> str | None:
         name, size, tensor = self.strategy.name, self.strategy.pipeline or 1, self.strategy.tensor

@@ -31,6 +31,8 @@ from toolkit.strategies import COMPUTE_DTYPES
 class SplitRows(Backend):
     """What both have in common; how the states are sharded, a family beside it answers."""
 
+    splits_rows = True
+
     @property
     def least_ranks(self) -> int:
         return 2

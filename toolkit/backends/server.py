@@ -20,6 +20,7 @@ class ParameterServer(Whole):
     """A server and its workers: gradients are pushed once a step."""
 
     has_key = False
+    unsynced = "workers push once a step"
 
     def sections(self, processes: int, options: ConfigOptions) -> dict[str, Any]:
         # No key asks for it: a mesh of no rank keeps other scripts from training as ddp.

@@ -35,6 +35,8 @@ class Tensor(Fsdp2):
     # Ranks of plain processes: transformers splits the model while it is loaded.
     distributed_type = "MULTI_GPU"
     wraps_layers = False
+    splits_model = True
+    splits_matrices = True
     cutter = "tensor parallelism splits"
 
     def takes_replicas(self) -> bool:

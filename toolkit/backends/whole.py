@@ -94,6 +94,7 @@ class Single(Whole):
     """One process: the control."""
 
     distributed_type = "NO"
+    unsynced = "gradients are not reduced"
     takes_bf16_weights = True
 
     def launcher(
@@ -110,6 +111,9 @@ class Single(Whole):
             f"single runs on 1 process, not on {ranks}. "
             "For several processes with everything replicated, use ddp."
         )
+
+    def is_worth_one_gpu(self) -> bool:
+        return True
 
     def groups_problem(self, ranks: int) -> str | None:
         return None if ranks == 1 else "single runs on one GPU. Ask for gpus=1, or for ddp."

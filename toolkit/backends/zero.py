@@ -68,6 +68,7 @@ class DeepSpeed(Backend):
     distributed_type = "DEEPSPEED"
     cutter = "DeepSpeed cuts"
     cuts_flat = True
+    unsynced = "stage decides when gradients are reduced"
 
     @property
     def swaps_optimizer(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from toolkit import backends
 from toolkit.engines.backend import backend_of, spec_of
 from toolkit.engines.optimizers import optimizer_of
 from toolkit.engines.tensors import (
@@ -123,7 +124,7 @@ class Requested:
             "sync_each_batch": self.sync_each_batch,
             **(self.optimizer_settings or {}),
         }
-        if not self.strategy.reduces_on_request:
+        if backends.backend_of(self.strategy).unsynced:
             del facts["sync_each_batch"]
         if self.strategy.has_server:
             del facts["optimizer_fraction"]

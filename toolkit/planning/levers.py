@@ -54,8 +54,8 @@ class Lever:
 
     def _changed(self, job: PlannedJob) -> Mapping[str, Any]:
         changed = self.change(job)
-        if job.strategy.schedule is not None and "method" in changed:
-            return {}  # the stages of a pipeline have no adapters
+        if job.backend.splits_model and "method" in changed:
+            return {}  # no adapters stand beside whole matrices, nor are cut into stages
         return changed
 
 
@@ -133,7 +133,7 @@ def _paged(job: PlannedJob) -> dict[str, Any]:
 
 def _optimizer(job: PlannedJob, others: Mapping[Optimizer, Optimizer]) -> dict[str, Any]:
     optimizer = others.get(job.optimizer)
-    if optimizer is None or job.method != "full" or job.strategy.offloads:
+    if optimizer is None or job.method != "full" or job.backend.steps_on_cpu:
         return {}
     return (
         {} if optimizer_problem(OPTIM_FLAGS[optimizer], job.strategy) else {"optimizer": optimizer}
@@ -142,19 +142,17 @@ def _optimizer(job: PlannedJob, others: Mapping[Optimizer, Optimizer]) -> dict[s
 
 def _bf16_weights(job: PlannedJob) -> dict[str, Any]:
     # DeepSpeed and Accelerate's FSDP2 step on fp32 copies of weights of any dtype.
-    has_place = job.method == "full" and job.strategy.sharding == "whole"
+    has_place = job.method == "full" and job.backend.whole
     mixed = job.precision == "bf16" and job.dtype == "float32"
     return {"dtype": "bfloat16"} if has_place and mixed else {}
 
 
 def _lora(job: PlannedJob) -> dict[str, Any]:
-    whole = job.strategy.tensor == 1  # adapters stand beside whole matrices
-    return {"method": "lora"} if job.method == "full" and whole else {}
+    return {"method": "lora"} if job.method == "full" else {}
 
 
 def _qlora(job: PlannedJob) -> dict[str, Any]:
-    whole = job.strategy.tensor == 1 and not job.strategy.splits_rows
-    has_place = job.method != "qlora" and whole
+    has_place = job.method != "qlora" and not job.backend.splits_rows
     return {"method": "qlora"} if has_place and not qlora_problem(job.model) else {}
 
 

@@ -242,7 +242,7 @@ def plan(model: str | Path | ModelShape, options: PlanOptions) -> Plan:
                 raise
             left_out[strategy.name] = str(error)
             continue
-        if nodes > 1 and strategy.replicas > 1 and strategy.tensor == 1:
+        if nodes > 1 and job.backend.takes_replicas():
             notes.append(
                 f"{strategy.name} is planned in {strategy.replicas} groups, each of the "
                 f"{gpus // nodes} GPUs of a node: --replicas of toolkit configs write makes others."

@@ -311,12 +311,12 @@ def _missed(
     choice: Candidate | None, closest: Candidate | None, looked_at: Sequence[Candidate]
 ) -> list[Candidate]:
     """Return what does not fit and is worth a way out: the full fine-tune, and the closest."""
-    looked_at = [c for c in looked_at if not c.job.strategy.splits_model]
+    looked_at = [c for c in looked_at if not c.job.backend.splits_model]
     on_gpus = [c for c in looked_at if c.training is FULL and not c.memory.host_bytes.high]
     full = max(on_gpus, key=lambda c: c.verdict.worst_margin_bytes, default=None)
     if choice is not None and choice.training is FULL and choice.verdict.answer == "fits":
         full = None
-    if closest is not None and closest.job.strategy.splits_model:
+    if closest is not None and closest.job.backend.splits_model:
         closest = None
     missed = (full, closest if full is None or closest is None or closest.job != full.job else None)
     return [candidate for candidate in missed if candidate is not None]

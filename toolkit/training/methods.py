@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.backends import backend_of
 from toolkit.environment import check_installed
 from toolkit.errors import UsageError, sentence_of
 from toolkit.strategies import COMPUTE_DTYPES
@@ -150,7 +151,7 @@ def check_strategy(method: Method, strategy: Strategy, *, precision: str) -> Non
     Raises:
         UsageError: it can't.
     """
-    if not method.arguments.is_full and strategy.tensor > 1:
+    if not method.arguments.is_full and backend_of(strategy).splits_matrices:
         raise UsageError(
             f"--method {method.arguments.method} attaches adapters to whole matrices, and "
             f"{strategy.name} splits them. Use fsdp, zero3 or ddp, or --method full."

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from toolkit.backends import backend_of
 from toolkit.errors import UnfitModelError, UsageError, sentence_of
 from toolkit.strategies import Strategy
 
@@ -93,7 +94,7 @@ def check_split(
     Raises:
         UnfitModelError: it has no plan for that, or sizes that don't divide.
     """
-    if strategy.tensor == 1:
+    if not backend_of(strategy).splits_matrices:
         return
     from transformers import AutoConfig
 

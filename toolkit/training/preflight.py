@@ -13,6 +13,7 @@ from typing import Any, Final, cast
 
 from transformers import TrainingArguments
 
+from toolkit.backends import backend_of
 from toolkit.data.dataset import shown_rows
 from toolkit.data.flags import plain_value
 from toolkit.data.tokenizer import load_tokenizer
@@ -140,11 +141,12 @@ def _under(request: Request, strategy: Strategy, values: Mapping[str, Any]) -> d
         trust = request.own.model.trust_remote_code
         speed.apply(meta_model(request.model.path, trust_remote_code=trust))
     # An engine switches these on when it wraps the model.
-    if switches.gradients_in_buckets and strategy.reduces_in_buckets:
+    backend = backend_of(strategy)
+    if switches.gradients_in_buckets and backend.has_buckets:
         speed.on["ddp_bucket_view"] = True
-    if switches.sync_each_batch and strategy.reduces_on_request:
+    if switches.sync_each_batch and not backend.unsynced:
         speed.on["sync_each_batch"] = True
-    if switches.prefetched_layers and strategy.sharding == "rows":
+    if switches.prefetched_layers and backend.shards_rows:
         speed.on["fsdp_prefetch"] = switches.prefetched_layers
     return {
         "optimizer": plain_value(values["optim"]),

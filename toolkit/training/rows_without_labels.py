@@ -12,6 +12,7 @@ import inspect
 import torch
 from torch.func import functional_call
 
+from toolkit.backends import backend_of
 from toolkit.engines.tensors import shape_of
 from toolkit.errors import UsageError
 from toolkit.records.evidence import IGNORED
@@ -28,7 +29,7 @@ def check_rows_without_labels(job: Job, model: torch.nn.Module) -> None:
     if not has_fillers(job.rows):
         return
     # Zeros can't stand in for packed weights, nor for those of a forward that exchanges parts.
-    if job.request.method.storage is not None or job.strategy.tensor > 1:
+    if job.request.method.storage is not None or backend_of(job.strategy).splits_matrices:
         model = meta_model(
             job.request.model.path, trust_remote_code=job.own.model.trust_remote_code
         )

@@ -69,7 +69,7 @@ def keeps_scores(job: PlannedJob) -> bool:
     ranks share rows, attention is another, and not measured in fp32.
     """
     model, block = job.model, job.model.block
-    if job.precision != "no" or job.attention != "flash" or job.on_cpu or job.strategy.splits_rows:
+    if job.precision != "no" or job.attention != "flash" or job.on_cpu or job.backend.splits_rows:
         return False
     if model.counted is not None and not any(key.endswith("-eager") for key in model.counted):
         return False
