@@ -49,12 +49,21 @@ def _watch_builds(took: Callable[[float], object]) -> Undo:
     @contextmanager
     def timed() -> Iterator[None]:
         begun = time.perf_counter()
+        _ask_once_for_the_cpu()
         try:
             yield
         finally:
             took(time.perf_counter() - begun)
 
     return wrap_method(OpBuilder, "jit_load", timed)
+
+
+def _ask_once_for_the_cpu() -> None:
+    """Keep py-cpuinfo's answer: it starts a process for each, and a builder asks several times."""
+    import cpuinfo  # as DeepSpeed does: late, since its import starts processes, too
+
+    if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
+        cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
 
 SPEC: Final = BackendSpec(
