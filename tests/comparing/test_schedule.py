@@ -611,10 +611,10 @@ def test_a_finished_comparison_that_is_repeated_and_interrupted_stays_as_it_is(
 
 WARM = """
 import socket, sys
-from toolkit import warm
+from toolkit.fork_server import Imported, serve
 
-imported = warm.Imported(search_path=(*sys.path,), variables={}, files=frozenset({0, 1, 2}))
-warm.serve(socket.socket(fileno=int(sys.argv[1])), imported)
+imported = Imported(search_path=(*sys.path,), variables={}, files=frozenset({0, 1, 2}))
+serve(socket.socket(fileno=int(sys.argv[1])), imported)
 """
 DIES_ONCE = """
 import os, signal, sys
