@@ -1,7 +1,7 @@
 """What a pipeline cannot do is one sentence before a rank starts."""
 
 import pytest
-from test_prepare import ROWS
+from test_preflight import ROWS
 
 from toolkit.errors import UsageError
 from toolkit.strategies import STRATEGIES

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from small_models import small_of
-from test_prepare import ROWS
+from test_preflight import ROWS
 
 from toolkit.comparing.bisect.selection import _strategy_and_engine
 from toolkit.comparing.run.options import CompareOptions
