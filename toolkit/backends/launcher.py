@@ -25,7 +25,7 @@ def mesh(
 ) -> dict[str, Any]:
     """Return the section that lays the processes out; the rest of them shard.
 
-    That of no process has Accelerate refuse every script that does not see to its ranks itself.
+    Accelerate refuses the mesh of 0 processes, so no script trains by it as under ddp.
     """
     sizes = {
         "dp_replicate": replicate,

@@ -135,8 +135,8 @@ def difference_in_words(row: Row) -> str:
 
     The papers' volume is `planning.speed.traffic.textbook`: 2 psi for data parallelism and
     ZeRO-1/2, 3 psi where parameters are sharded, for a step of one micro-batch, without norms,
-    buffers and counts. That module lists the libraries' deviations; one is given as a cause only
-    where the counted bytes show it.
+    buffers and counts. The modules of `backends` tell how libraries deviate; that is given as a
+    cause only where the counted bytes show it.
     """
     traffic = row["traffic"]
     if traffic is None:
@@ -174,7 +174,7 @@ def _of_gradients(sent: Counter[tuple[str, str]], trained: int, strategy: Strate
     reduced = sent["gradients", "all_reduce"]
     if reduced and strategy.replicas > 1 and strategy.tensor == 1:
         reasons.append("gradients are all-reduced between the replicas besides")
-    elif reduced and strategy.shards_optimizer:
+    elif reduced and strategy.backend == "deepspeed":
         reasons.append("DeepSpeed all-reduces gradients where the paper reduce-scatters them")
     times = round(max(reduced, sent["gradients", "reduce_scatter"]) / trained)
     if times > 1:
