@@ -141,16 +141,6 @@ class Strategy:
                 return True
 
     @property
-    def has_server(self) -> bool:
-        """Whether one rank holds the optimizer and steps for all."""
-        return self.backend == "parameter_server"
-
-    @property
-    def gathers_again(self) -> bool:
-        """Whether sharded parameters are freed after forward and gathered again for backward."""
-        return self.sharding == "tensors" or self.reshard_after_forward
-
-    @property
     def reads_deepspeed_json(self) -> bool:
         """Whether DeepSpeed trains it, which reads a JSON file of its own."""
         match self.backend:
@@ -253,11 +243,6 @@ class Strategy:
         Of a pipeline these are the ranks of a tensor group: each stage is a copy of its own.
         """
         return self.tensor if self.schedule is not None else num_processes // self.replicas
-
-    @property
-    def splits_model(self) -> bool:
-        """Whether several ranks share one copy of the model's computation."""
-        return self.tensor > 1 or self.schedule is not None
 
     def mesh(self, num_processes: int) -> str:
         """Return the dimensions of the ranks' mesh in words, as in `shards 2 x tensor 2`."""

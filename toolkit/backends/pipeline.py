@@ -48,6 +48,10 @@ class Pipeline(Whole):
             self.splits_matrices = self.shards_rows = True
             self.whole = False
 
+    @property
+    def takes_schedule(self) -> bool:
+        return self.strategy.schedule != "one_at_a_time"
+
     def groups_problem(self, ranks: int) -> str | None:
         name, size, tensor = self.strategy.name, self.strategy.pipeline or 1, self.strategy.tensor
         if ranks % (size * tensor) == 0:

@@ -20,6 +20,7 @@ class ParameterServer(Whole):
     """A server and its workers: gradients are pushed once a step."""
 
     has_key = False
+    has_server = True
     unsynced = "workers push once a step"
 
     def sections(self, processes: int, options: ConfigOptions) -> dict[str, Any]:

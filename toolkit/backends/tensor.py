@@ -38,6 +38,7 @@ class Tensor(Fsdp2):
     splits_model = True
     splits_matrices = True
     cutter = "tensor parallelism splits"
+    all_reduces = ""
 
     def takes_replicas(self) -> bool:
         return False  # a tensor group is a replica

@@ -104,6 +104,9 @@ class Single(Whole):
         # quietly turns to nn.DataParallel.
         return {"gpu_ids": "0"} | mixed(options)
 
+    def ranks_among(self, usual: int) -> int:
+        return 1
+
     def ranks_problem(self, ranks: int) -> str | None:
         if ranks == 1:
             return None

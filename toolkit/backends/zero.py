@@ -66,8 +66,13 @@ class DeepSpeed(Backend):
     """All stages: the model is cast to the computing dtype, and the step is on fp32 masters."""
 
     distributed_type = "DEEPSPEED"
+    reads_json = True
     cutter = "DeepSpeed cuts"
     cuts_flat = True
+    all_reduces = "DeepSpeed all-reduces gradients where the paper reduce-scatters them"
+    stays_gathered = (
+        "ZeRO-3 keeps what stays below stage3_max_live_parameters between forward and backward"
+    )
     unsynced = "stage decides when gradients are reduced"
 
     @property
@@ -94,6 +99,9 @@ class DeepSpeed(Backend):
             # The default, pdsh, would start the other machines from this one, by SSH.
             section["deepspeed_multinode_launcher"] = "standard"
         return ports(options) | {"deepspeed_config": section} | self.sections(processes, options)
+
+    def launch_words(self, job: Job) -> list[str]:
+        return ["--deepspeed_multinode_launcher", "standard"] if job.nodes > 1 else []
 
     def json_file(self, options: ConfigOptions) -> dict[str, Any]:
         return deepspeed_config(self.strategy, options)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from toolkit import backends
 from toolkit.configs.requested import (
     LAUNCHER,
     accumulation_dtype,
@@ -58,7 +59,7 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
 
     launched = dict(os.environ)  # a script may change it
     strategy = requested_strategy(launched)
-    if strategy.splits_rows:
+    if backends.backend_of(strategy).splits_rows:
         # A script opens the split around each of its forwards, where no attestation sees it.
         raise UsageError(
             f"{strategy.name} splits rows over ranks, and whether a script of your own does so in "

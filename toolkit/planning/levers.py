@@ -85,7 +85,7 @@ def _flash(job: PlannedJob) -> dict[str, Any]:
 
 
 def _chunked_loss(job: PlannedJob) -> dict[str, Any]:
-    whole = job.strategy.tensor == 1  # it multiplies with the head's matrix itself
+    whole = not job.backend.splits_matrices  # it multiplies with the head's matrix itself
     if job.chunked_loss or not whole or job.model.architecture not in PROVEN_MODELS:
         return {}
     return {"chunked_loss": True, "loss_chunk_tokens": CHUNK_TOKENS}

@@ -156,7 +156,7 @@ def check_strategy(method: Method, strategy: Strategy, *, precision: str) -> Non
             f"--method {method.arguments.method} attaches adapters to whole matrices, and "
             f"{strategy.name} splits them. Use fsdp, zero3 or ddp, or --method full."
         )
-    if method.arguments.is_full or not strategy.reads_deepspeed_json:
+    if method.arguments.is_full or not backend_of(strategy).reads_json:
         return
     if precision == "no" and method.dtype != "float32":
         raise UsageError(

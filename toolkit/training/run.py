@@ -14,6 +14,7 @@ import torch
 from transformers import PrinterCallback, ProgressCallback
 
 from toolkit import environment
+from toolkit.backends import backend_of
 from toolkit.checkpoints.preemption import Preempted, Preemption
 from toolkit.checkpoints.saver import CheckpointSaver, losses_before, steps_between
 from toolkit.data.cache import check_seconds
@@ -111,7 +112,7 @@ def train(job: Job, status: StatusFile) -> None:
     check_rows_without_labels(job, model)
     if (pipeline := pipeline_request(job.strategy, own)) is not None:
         ask_for(model, pipeline)
-    if job.strategy.has_server:
+    if backend_of(job.strategy).has_server:
         parameter_server.ask_for(model)
     collate = speed.collating(
         Collator(

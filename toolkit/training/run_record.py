@@ -10,6 +10,7 @@ import torch
 from transformers import TrainingArguments
 
 from toolkit import environment
+from toolkit.backends import backend_of
 from toolkit.configs.requested import (
     read_deepspeed_config,
     requested_accumulation_dtype,
@@ -167,7 +168,7 @@ def _optimizer_classes(strategy: Strategy, optim: str) -> tuple[str, ...] | None
     """Return the classes that an optimizer may have; None: not known for this optimizer."""
     if optim not in ADAMW:
         return None
-    swapped = strategy.reads_deepspeed_json and strategy.offload_optimizer != "none"
+    swapped = backend_of(strategy).swaps_optimizer
     if swapped and read_deepspeed_config(os.environ).get("zero_force_ds_cpu_optimizer", True):
         return ("DeepSpeedCPUAdam",)
     return ("AdamW",)

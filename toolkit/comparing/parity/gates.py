@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
+from toolkit.backends import backend_of
 from toolkit.comparing.parity import judges
 from toolkit.comparing.parity.checks import Check
 from toolkit.comparing.parity.judgement import (
@@ -225,7 +226,7 @@ def _take_back(judgement: Judgement, gates: Set[str], reason: str) -> None:
 def _other_update(record: Record, control: Record) -> str | None:
     """Say why the first update of two sound runs differs already; None where it must agree."""
     optimizer = record["training"]["optimizer"]
-    zero = {name for name, strategy in STRATEGIES.items() if strategy.reads_deepspeed_json}
+    zero = {name for name, strategy in STRATEGIES.items() if backend_of(strategy).reads_json}
     if optimizer not in NOT_BY_ELEMENT or not zero & {record["strategy"], control["strategy"]}:
         return None
     return (

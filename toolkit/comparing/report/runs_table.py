@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from toolkit.backends import backend_of
 from toolkit.comparing.report import words
 from toolkit.comparing.report.columns import columns_of, field_column, name_of, runs_grid
 from toolkit.comparing.report.names import both_engines
@@ -138,7 +139,9 @@ def _naming_columns(runs: Sequence[Row]) -> list[str]:
     """Return the columns that identify the runs."""
     counts = {row["num_processes"] for row in runs if row["strategy"] != "single"}
     engines = ["engine"] if both_engines(row["engine"] for row in runs) else []
-    splits = ["mesh"] if any(s.splits_model for s in map(strategy_of, runs) if s) else []
+    splits = (
+        ["mesh"] if any(backend_of(s).splits_model for s in map(strategy_of, runs) if s) else []
+    )
     return ["strategy", *engines, *(["processes"] if len(counts) > 1 else []), *splits]
 
 

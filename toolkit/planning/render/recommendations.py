@@ -104,7 +104,7 @@ def write_recommendation(answer: Recommendation, folder: Path, *, force: bool = 
 def describe_job(job: PlannedJob) -> str:
     """Return strategy, GPUs, method, batch, precision and levers of a job in a few words."""
     text = f"{job.strategy.name} on {job.gpus} GPU{'s' if job.gpus > 1 else ''}"
-    if job.strategy.splits_model:
+    if job.backend.splits_model:
         text += f" ({job.strategy.mesh(job.gpus)})"
     elif job.strategy.replicas > 1:
         text += f" in {job.strategy.replicas} groups"
