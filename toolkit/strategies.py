@@ -303,10 +303,7 @@ STRATEGIES: dict[str, Strategy] = {
         ),
         Strategy(name="ddp", backend="ddp", summary="everything replicated, gradients averaged"),
         Strategy(
-            name="zero1",
-            backend="deepspeed",
-            zero_stage=1,
-            summary="optimizer states sharded",
+            name="zero1", backend="deepspeed", zero_stage=1, summary="optimizer states sharded"
         ),
         Strategy(
             name="zero2",

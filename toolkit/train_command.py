@@ -306,8 +306,5 @@ def _set_aside(folder: Path) -> dict[Path, Path]:
     """Rename the log and the status files of an earlier start; return new and old paths."""
     shutil.rmtree(folder / STATUS_BEFORE, ignore_errors=True)  # of a start that was killed
     number = next(n for n in itertools.count(1) if not (folder / f"stdout-{n}.log").exists())
-    kept = {
-        folder / f"stdout-{number}.log": folder / LOG,
-        folder / STATUS_BEFORE: folder / STATUS,
-    }
+    kept = {folder / f"stdout-{number}.log": folder / LOG, folder / STATUS_BEFORE: folder / STATUS}
     return {path.rename(new): path for new, path in kept.items() if path.exists()}

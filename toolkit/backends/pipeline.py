@@ -209,11 +209,7 @@ class Pipeline(Whole):
             yield from exchanged(job, model, tokens)
             model = part_of_model(model, tensor)
         reduced = partial(
-            Collective,
-            kind="all_reduce",
-            purpose="gradients",
-            element_size=size,
-            dtype=SIZED[size],
+            Collective, kind="all_reduce", purpose="gradients", element_size=size, dtype=SIZED[size]
         )
         holders = holders_of_head(job) if job.model.tied else []
         if len(holders) > 1 and rank in holders:

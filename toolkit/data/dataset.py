@@ -261,12 +261,7 @@ def _prepare(
         check_size(len(loaded), vocab_size, tokenizer)
         logger.info("Tokenising %s", one_line(source.name))
         job = Build(
-            arguments=arguments,
-            name=source.name,
-            tokenizer=loaded,
-            part=part,
-            limit=limit,
-            key=key,
+            arguments=arguments, name=source.name, tokenizer=loaded, part=part, limit=limit, key=key
         )
         scratch = folder / "raw"
         with unreadable_rows(source.name):

@@ -30,14 +30,7 @@ from toolkit.engines.hooks import Undo, wrap_method
 from toolkit.engines.optimizers import optimizer_of
 from toolkit.engines.pipelining.running import MESH, Pipeline
 from toolkit.engines.tensor_parallel import group_by_mesh, ranks_along
-from toolkit.engines.tensors import (
-    gathered,
-    like_part,
-    local,
-    put_part,
-    shard_of,
-    sum_of_squares,
-)
+from toolkit.engines.tensors import gathered, like_part, local, put_part, shard_of, sum_of_squares
 from toolkit.engines.wrapped import (
     Wrapped,
     amp_precision,

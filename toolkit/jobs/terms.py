@@ -113,10 +113,7 @@ class Term:
 
 
 def product(
-    category: Category,
-    name: str,
-    factors: Mapping[str, float],
-    phases: tuple[Phase, ...] = PHASES,
+    category: Category, name: str, factors: Mapping[str, float], phases: tuple[Phase, ...] = PHASES
 ) -> Term:
     """Return a term whose bytes are exactly the product of its inputs."""
     return Term(

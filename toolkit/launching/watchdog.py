@@ -177,12 +177,7 @@ class _Watchdog:
     # The end
 
     def _end(self) -> None:
-        report = Report(
-            rank=self._rank,
-            step=self.step(),
-            stacks=_stacks(),
-            groups=self._groups(),
-        )
+        report = Report(rank=self._rank, step=self.step(), stacks=_stacks(), groups=self._groups())
         self._rank_files.put(_report_name(self._rank), json.dumps(asdict(report)))
         hang = self._gathered(report)
         error = HangError(_message(hang))

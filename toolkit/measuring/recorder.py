@@ -30,14 +30,7 @@ from toolkit.launching import forking
 from toolkit.launching.processes import age_seconds
 from toolkit.launching.progress import progressed
 from toolkit.launching.status import StatusFile
-from toolkit.measuring import (
-    attestation,
-    gradients,
-    machines,
-    memory,
-    replica_checks,
-    traffic,
-)
+from toolkit.measuring import attestation, gradients, machines, memory, replica_checks, traffic
 from toolkit.measuring.attestation import Mismatch, Refused, Requested, gather_objects
 from toolkit.measuring.clock import Clock
 from toolkit.measuring.evidence import EvidenceKeeper

@@ -329,10 +329,7 @@ def _other_methods(search: Search, options: RecommendOptions) -> Iterator[Remedy
 
 
 def _left_out(
-    search: Search,
-    model: ModelShape,
-    looked_at: Sequence[Candidate],
-    options: RecommendOptions,
+    search: Search, model: ModelShape, looked_at: Sequence[Candidate], options: RecommendOptions
 ) -> Iterator[str]:
     """Yield what was not looked at, and why."""
     names = [

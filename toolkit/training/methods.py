@@ -85,11 +85,7 @@ class Method:
 
 
 def checked_method(
-    arguments: MethodArguments,
-    model: ModelArguments,
-    facts: ModelFacts,
-    *,
-    precision: str,
+    arguments: MethodArguments, model: ModelArguments, facts: ModelFacts, *, precision: str
 ) -> Method:
     """Return the method for a model that computes in `precision`: `no` (fp32), `bf16` or `fp16`.
 

@@ -94,9 +94,7 @@ def train(job: Job, status: StatusFile) -> None:
         seed=job.args.seed,
         start=output_dir / STARTING_ADAPTER if rank() == 0 else None,
         split=claim_mesh(
-            job.strategy,
-            job.request.launch.num_processes or 1,
-            precision=job.args.mixed_precision,
+            job.strategy, job.request.launch.num_processes or 1, precision=job.args.mixed_precision
         ),
     )
     if own.run.dropout == "off":
@@ -116,8 +114,7 @@ def train(job: Job, status: StatusFile) -> None:
         parameter_server.ask_for(model)
     collate = speed.collating(
         Collator(
-            pad_token_id=job.pad_token_id,
-            multiple=job.strategy.row_multiple(job.args.world_size),
+            pad_token_id=job.pad_token_id, multiple=job.strategy.row_multiple(job.args.world_size)
         )
     )
     recorder = recorder_of(job, status, speed)

@@ -196,11 +196,7 @@ class ToolkitTrainer(Trainer):
 
         # A saver that is passed decides when to save; else the Trainer's own flow does.
         events = TrainerEvents(
-            self,
-            observers,
-            saver=saver,
-            steps_per_epoch=steps_per_epoch,
-            last_log=scheduled_steps,
+            self, observers, saver=saver, steps_per_epoch=steps_per_epoch, last_log=scheduled_steps
         )
         self.add_callback(events)
 

@@ -193,10 +193,7 @@ LINKS: Final = (
     ),
     # 4e-6: the norm is summed in fp32.
     Link(
-        name="clipping norm",
-        judge=_clipping,
-        limits=by_precision(1e-4, half=1e-2),
-        as_text=percent,
+        name="clipping norm", judge=_clipping, limits=by_precision(1e-4, half=1e-2), as_text=percent
     ),
     Link(
         name="learning rate",

@@ -60,11 +60,7 @@ def name_of(row: Row) -> str:
 
 
 def runs_grid(
-    rows: Sequence[Row],
-    columns: Sequence[Column[Row]],
-    *,
-    text: str = "",
-    drop_empty: bool = False,
+    rows: Sequence[Row], columns: Sequence[Column[Row]], *, text: str = "", drop_empty: bool = False
 ) -> Section:
     """Return a line for each run, and below the reasons of its `n/a` cells."""
     naming = [Column(RUN, name_of)]

@@ -32,13 +32,7 @@ from toolkit.comparing.report.row_facts import (
     states_of,
     status_of,
 )
-from toolkit.comparing.report.words import (
-    number,
-    seconds,
-    size,
-    size_between,
-    tokens_per_second,
-)
+from toolkit.comparing.report.words import number, seconds, size, size_between, tokens_per_second
 from toolkit.records.fields import NO_PRICE, value_at
 from toolkit.records.record import strategy_of
 from toolkit.records.results import Control, Results, Row
@@ -139,9 +133,8 @@ def _naming_columns(runs: Sequence[Row]) -> list[str]:
     """Return the columns that identify the runs."""
     counts = {row["num_processes"] for row in runs if row["strategy"] != "single"}
     engines = ["engine"] if both_engines(row["engine"] for row in runs) else []
-    splits = (
-        ["mesh"] if any(backend_of(s).splits_model for s in map(strategy_of, runs) if s) else []
-    )
+    backends = (backend_of(strategy) for strategy in map(strategy_of, runs) if strategy)
+    splits = ["mesh"] if any(backend.splits_model for backend in backends) else []
     return ["strategy", *engines, *(["processes"] if len(counts) > 1 else []), *splits]
 
 

@@ -36,8 +36,7 @@ OWNED_FLAGS: Final = {
     "dtype": "a comparison loads fp32 weights everywhere; compare has its own --precision",
     "resume_from_checkpoint": f"{KEEPS_FINAL}; give the same --output to resume the comparison",
     **dict.fromkeys(
-        ("deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config"),
-        CONFIGURED,
+        ("deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config"), CONFIGURED
     ),
     "ddp_backend": CONFIGURED,
     "evidence": "toolkit compare --bisect sets it",

@@ -113,8 +113,7 @@ class ComparisonPlan:
         def checked(runs: Sequence[Run]) -> tuple[Run, ...]:
             return tuple(
                 replace(
-                    run,
-                    skipped=run.skipped or reasons.get((run.strategy.name, run.num_processes)),
+                    run, skipped=run.skipped or reasons.get((run.strategy.name, run.num_processes))
                 )
                 for run in runs
             )

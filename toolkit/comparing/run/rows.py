@@ -208,10 +208,7 @@ def _add_failure(row: Row, failure: FailedStart, options: CompareOptions) -> Non
     ]
     row["tail"] = failure.outcome.tail[-TAIL_LINES:]
     diagnosis = diagnose_start(
-        failure.folder,
-        failure.outcome.statuses,
-        reason=failure.reason,
-        lines=failure.outcome.tail,
+        failure.folder, failure.outcome.statuses, reason=failure.reason, lines=failure.outcome.tail
     )
     row["cause"] = None if diagnosis is None else diagnosis.text
     row["fix"] = _known_fix(failure, diagnosis, timeout=options.timeout)

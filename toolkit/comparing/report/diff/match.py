@@ -151,11 +151,7 @@ class Diff:
         """Return the values of a table: the declared ones, and those computed from them."""
         declared = [
             Quantity(
-                fact.column,
-                fact.csv or path,
-                fact.unit,
-                partial(value_at, path=path),
-                _is(path),
+                fact.column, fact.csv or path, fact.unit, partial(value_at, path=path), _is(path)
             )
             for path, fact in fields_of(Row)
             if fact.diff == table
