@@ -33,7 +33,7 @@ from kit.cells import Cell, Machine, Row
 from kit.result import SMOKE, Result, table
 from kit.worker import PATIENCE, row_of
 
-from toolkit.planning.speed.flops import CONVENTION
+from toolkit.planning.speed.computing import CONVENTION
 
 PART: Final = "lab"
 STEPS: Final = 8

@@ -13,7 +13,7 @@ from kit.result import table
 from kit.variants import Variant, ours, recipe_of, variants
 from toolkit.jobs.shape import ModelShape
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.speed.flops import CONVENTION, model_flops
+from toolkit.planning.speed.computing import CONVENTION, model_flops
 from toolkit.strategies import STRATEGIES
 
 TITLE = "Speed"
@@ -427,7 +427,7 @@ def utilization_of(
 
 
 def utilization(tokens_per_second: float, shape: ModelShape, *, tokens: int, flops: float) -> float:
-    """Return the MFU by the convention of `toolkit.planning.speed.flops`, 0 to 1.
+    """Return the MFU by the convention of `toolkit.planning.speed.computing`, 0 to 1.
 
     Args:
         tokens_per_second: Trained.

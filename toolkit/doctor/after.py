@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Final, cast
 
 from toolkit.causes.diagnosis import (
+    LOG_FILE,
     LOST,
     OUT_OF_MEMORY,
     SLOW_SHARE,
     UNKNOWN,
     Diagnosis,
+    diagnose_run,
     doubts,
+    read_log,
     slow_causes,
 )
 from toolkit.causes.failures import Log
-from toolkit.causes.from_files import LOG_FILE, diagnose_run, read_log
 from toolkit.causes.table import cause_named
 from toolkit.comparing.predicted import expect
 from toolkit.comparing.report.row_facts import baseline, measured, ratio

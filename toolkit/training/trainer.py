@@ -22,8 +22,7 @@ from transformers.training_args import ParallelMode
 from toolkit.checkpoints.folders import checkpoint_folder
 from toolkit.checkpoints.resume_request import LAST, requested_checkpoint
 from toolkit.checkpoints.resuming import Resumed, find_checkpoint
-from toolkit.checkpoints.saver import CheckpointSaver, losses_before
-from toolkit.checkpoints.states import read_random_state, read_states
+from toolkit.checkpoints.saver import CheckpointSaver, losses_before, read_random_state, read_states
 from toolkit.configs.requested import (
     accumulation_dtype,
     agreed_strategy,

@@ -11,17 +11,19 @@ from typing import Final
 
 from toolkit.backends import backend_of
 from toolkit.comparing.report import words
-from toolkit.comparing.report.columns import columns_of, field_column, name_of, runs_grid
 from toolkit.comparing.report.names import both_engines
 from toolkit.comparing.report.row_facts import (
     baseline,
+    columns_of,
     control_name,
     counted_peak,
     counts_peaks,
+    field_column,
     host_in_peak_lines,
     is_control,
     listed,
     measured,
+    name_of,
     offloads,
     peak_field,
     peak_of,
@@ -29,6 +31,7 @@ from toolkit.comparing.report.row_facts import (
     predicted_peak,
     ratio,
     reason_for,
+    runs_grid,
     states_of,
     status_of,
 )

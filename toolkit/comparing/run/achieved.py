@@ -7,7 +7,7 @@ from typing import Any, Final, cast
 
 from toolkit.errors import UsageError
 from toolkit.planning.of_run import job_of
-from toolkit.planning.speed.flops import CONVENTION, model_flops
+from toolkit.planning.speed.computing import CONVENTION, model_flops
 from toolkit.planning.speed.gpus import gpu
 from toolkit.records.record import Record
 from toolkit.records.results import Compute, Cost, Row

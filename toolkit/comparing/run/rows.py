@@ -12,8 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, cast
 
-from toolkit.causes.diagnosis import Diagnosis
-from toolkit.causes.from_files import diagnose_start
+from toolkit.causes.diagnosis import Diagnosis, diagnose_start
 from toolkit.comparing.parity.judgement import Judgement, broken_sentence
 from toolkit.comparing.predicted import SharedFacts, expect, no_prediction, predict
 from toolkit.comparing.run.achieved import compute_of, cost_of, room_of

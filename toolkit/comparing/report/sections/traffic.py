@@ -11,8 +11,7 @@ from typing import Final
 from toolkit.backends import backend_of
 from toolkit.backends.base import Backend
 from toolkit.comparing.predicted import MOVED
-from toolkit.comparing.report.columns import RUN, columns_of, runs_grid
-from toolkit.comparing.report.row_facts import measured, reason_for
+from toolkit.comparing.report.row_facts import RUN, columns_of, measured, reason_for, runs_grid
 from toolkit.comparing.report.sections.memory import not_predicted
 from toolkit.comparing.report.words import number, size
 from toolkit.records.fields import ServerLoad, Traffic
