@@ -2,6 +2,8 @@
 
 A kernel never initialises CUDA: training runs in processes of its own, with the files that the
 command line uses. Their lines are one output of the cell, and the stop button ends them all.
+
+A figure of a report is shown on a card in light colours, so that a dark theme can have it too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """`toolkit train`: choose a strategy, prepare once, launch the ranks, and say what came of it.
 
 The ranks are those of `accelerate launch --config_file ... -m toolkit.train`, with the same files.
+
+A run that names no strategy takes the first that holds it with its flags as they are; `recommend`
+looks for better flags.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Diagnosis: of all failures in a log the one that came first, its cause and its fix."""
+"""Diagnosis: of all failures in a log the one that came first, its cause and its fix.
+
+It is read from the log of any script, or from the folder of one run of the toolkit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""The saving of a run's checkpoints in both engines: when, how the ranks write, which stay."""
+"""The saving of a run's checkpoints in both engines: when, how the ranks write, which stay.
+
+A checkpoint holds model, optimizer, schedule, fp16 scale, random numbers of each rank. The backend
+writes model and optimizer (`engines`): whole by rank 0 under DDP and in a single process, as shards
+under FSDP2. DeepSpeed writes its own files. A manifest proves that files are unchanged, not who
+wrote them, so none is read with an unpickler that runs code in it.
+"""
 
 from __future__ import annotations
 

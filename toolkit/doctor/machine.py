@@ -1,4 +1,7 @@
-"""All checks of this machine, in the order in which they are shown."""
+"""All checks of this machine, in the order in which they are shown.
+
+Leftovers are checked here: hidden configs, locks of builds, a taken port.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 Our flags are read without importing torch, so that a mistake is found before any process starts.
 `TrainingArguments` is made last: making it may start the process group.
+
+It checks few of its numbers itself: the others would end in a traceback of one rank, or in a model
+of NaNs.
 """
 
 from __future__ import annotations

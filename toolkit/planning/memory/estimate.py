@@ -1,4 +1,9 @@
-"""Memory that a job needs: all its terms, and their peak."""
+"""Memory that a job needs: all its terms, their peak, and what torch's allocator reserves.
+
+States are allocated once, and leave no gaps. Activations, logits and temporaries are freed and
+allocated again in other sizes, so freed blocks don't all serve later requests. Blocks that a second
+CUDA stream has used, for communication, serve no request of the first stream.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,12 @@
 """Seconds that a GPU computes: products at a share of the dense rate, the rest at one of the memory
-bandwidth, and launches as a floor under both."""
+bandwidth, and launches as a floor under both.
+
+The operations of a token are counted by the convention that MFU is quoted in, and as executed. The
+convention is PaLM's (arXiv 2204.02311, appendix B): 6 N + 12 L H Q T, with T the sequence, no
+discount for causal masks and none for recomputation. N is what a token is multiplied with: of a MoE
+layer its active experts; the head, which a tied embedding is; not an embedding that is only looked
+up, and not learned positions. It is torchtitan's count; nanoGPT counts an untied embedding too.
+"""
 
 from __future__ import annotations
 

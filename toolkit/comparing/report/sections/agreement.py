@@ -1,4 +1,7 @@
-"""Agreement with the control: gaps, gates, and evaluations and samples before and after."""
+"""Agreement with the control: gaps, gates, and evaluations and samples before and after.
+
+Limits too: conclusions that the numbers do not support, the noise, and what was not measured.
+"""
 
 from __future__ import annotations
 

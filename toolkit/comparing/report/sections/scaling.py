@@ -1,4 +1,4 @@
-"""Scaling: speed-up from more processes, of the same strategy under the same engine."""
+"""Times of a step, and scaling: speed-up from more processes, by strategy and engine."""
 
 from __future__ import annotations
 
