@@ -446,13 +446,8 @@ def _stacks() -> dict[str, list[str]]:
             continue
         name = "main thread" if ident == main else names.get(ident) or f"thread {ident}"
         stacks[name] = [
-            f"{_short(frame.filename)}:{frame.lineno} {frame.name}"
+            f"{frame.filename.rpartition('site-packages/')[2]}:{frame.lineno} {frame.name}"
             for frame in frames
             if not frame.filename.startswith("<frozen")
         ]
     return stacks
-
-
-def _short(path: str) -> str:
-    """Return a path without the folder of the installed packages."""
-    return path.rpartition("site-packages/")[2]
