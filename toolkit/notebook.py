@@ -25,9 +25,8 @@ from typing import Any, Final
 from toolkit import environment
 from toolkit.comparing.report.figures import draw_all, draw_one
 from toolkit.comparing.report.figures.frame import Mark, ReportFigure
-from toolkit.comparing.report.names import for_readers
+from toolkit.comparing.report.names import for_readers, redact_results
 from toolkit.comparing.report.picture import page_colours
-from toolkit.comparing.report.redact import redact_results
 from toolkit.comparing.report.write import render_markdown
 from toolkit.comparing.run import schedule
 from toolkit.comparing.run.folders import short_path

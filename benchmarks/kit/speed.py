@@ -326,7 +326,7 @@ def _train(
         return
     tokenizer = None
     if variant.kind == "trl":
-        from toolkit.data.tokenizer import load_tokenizer
+        from toolkit.data.tokens import load_tokenizer
         from toolkit.training.model import build_model
 
         tokenizer = load_tokenizer(build_model())

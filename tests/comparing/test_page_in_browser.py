@@ -11,7 +11,7 @@ import matplotlib.image
 import pytest
 from places import CHROMIUM
 
-from toolkit.comparing.report.redact import redact_results
+from toolkit.comparing.report.names import redact_results
 from toolkit.comparing.report.write import render_page
 
 THEMES = {"dark": 0, "light": 1}

@@ -14,8 +14,13 @@ from toolkit.data.building import LONGEST_ROW
 from toolkit.data.dataset import prepare_data
 from toolkit.data.sampling_order import Collator
 from toolkit.data.sources import standard_library_hash, standard_library_texts
-from toolkit.data.tokenizer import load_tokenizer, tokenizer_identity
-from toolkit.data.tokens import Tally, supervised_tokens, tokenise
+from toolkit.data.tokens import (
+    Tally,
+    load_tokenizer,
+    supervised_tokens,
+    tokenise,
+    tokenizer_identity,
+)
 from toolkit.errors import UsageError
 from toolkit.records.evidence import IGNORED
 from toolkit.training.arguments import ModelArguments

@@ -21,7 +21,7 @@ from toolkit.errors import UsageError
 from toolkit.jobs.terms import Interval
 from toolkit.planning.job import PlannedJob, nodes_for
 from toolkit.planning.memory import estimate
-from toolkit.planning.memory.states import state_bytes
+from toolkit.planning.memory.estimate import state_bytes
 from toolkit.planning.models.resolve import resolve_model
 from toolkit.planning.speed import rates
 from toolkit.planning.speed.computing import (

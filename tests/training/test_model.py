@@ -17,7 +17,7 @@ from transformers import (
 
 from toolkit.data.dataset import TokenDataset
 from toolkit.data.sources import standard_library_hash, standard_library_texts
-from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UsageError
 from toolkit.training.arguments import ModelArguments
 from toolkit.training.model import (

@@ -14,12 +14,10 @@ from typing import Any, TypeVar
 from toolkit.backends.launcher import mixed, ports
 from toolkit.errors import UsageError
 from toolkit.jobs import optimizers
-from toolkit.jobs.collective import Collective
 from toolkit.jobs.config_options import ConfigOptions
 from toolkit.jobs.job import Job
 from toolkit.jobs.shape import ModelShape
-from toolkit.jobs.states import Held, StateBytes
-from toolkit.jobs.terms import Interval, Place, Term
+from toolkit.jobs.terms import Collective, Held, Interval, Place, StateBytes, Term
 from toolkit.jobs.weights import COMPUTE_SIZE, Tensors, Weights, weights_of
 from toolkit.strategies import DTYPE_BYTES, Strategy
 

@@ -26,12 +26,20 @@ from toolkit.backends.base import (
 )
 from toolkit.backends.launcher import mesh
 from toolkit.jobs import optimizers
-from toolkit.jobs.collective import SIZED, Collective
 from toolkit.jobs.config_options import ConfigOptions
 from toolkit.jobs.job import Job
 from toolkit.jobs.shape import ModelShape
-from toolkit.jobs.states import Held, StateBytes
-from toolkit.jobs.terms import FIRST, RUNNING, Interval, Term, product
+from toolkit.jobs.terms import (
+    FIRST,
+    RUNNING,
+    SIZED,
+    Collective,
+    Held,
+    Interval,
+    StateBytes,
+    Term,
+    product,
+)
 from toolkit.jobs.weights import COMPUTE_SIZE, Units, Weights, trained_units, units_of, weights_of
 from toolkit.strategies import COMPUTE_DTYPES, DTYPE_BYTES
 

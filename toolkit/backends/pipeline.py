@@ -21,12 +21,10 @@ from toolkit.backends.schedules import SCHEDULES, Schedule, bubble, schedule_of
 from toolkit.backends.stages import costs_of, cut
 from toolkit.backends.whole import Single, Whole
 from toolkit.errors import UsageError
-from toolkit.jobs.collective import SIZED, Collective
 from toolkit.jobs.config_options import ConfigOptions
 from toolkit.jobs.job import Job
 from toolkit.jobs.shape import ModelShape, Tensor
-from toolkit.jobs.states import StateBytes
-from toolkit.jobs.terms import RUNNING, Interval, Term
+from toolkit.jobs.terms import RUNNING, SIZED, Collective, Interval, StateBytes, Term
 from toolkit.strategies import DTYPE_BYTES, STRATEGIES, ScheduleName, Strategy
 
 

@@ -19,11 +19,10 @@ from toolkit.backends.launcher import mesh
 from toolkit.backends.zero import Zero3
 from toolkit.backends.zero_settings import zero_settings
 from toolkit.errors import UsageError
-from toolkit.jobs.collective import Collective
 from toolkit.jobs.config_options import ConfigOptions
 from toolkit.jobs.job import Job
 from toolkit.jobs.shape import ModelShape
-from toolkit.jobs.terms import BACK, FIRST, RUNNING, Interval, Term
+from toolkit.jobs.terms import BACK, FIRST, RUNNING, Collective, Interval, Term
 from toolkit.jobs.weights import COMPUTE_SIZE
 from toolkit.strategies import COMPUTE_DTYPES
 

@@ -44,11 +44,21 @@ from toolkit.backends.zero_settings import (
 )
 from toolkit.errors import UsageError
 from toolkit.jobs import optimizers
-from toolkit.jobs.collective import Collective, Kind
 from toolkit.jobs.config_options import ConfigOptions
 from toolkit.jobs.job import Job
-from toolkit.jobs.states import Held, StateBytes
-from toolkit.jobs.terms import BACK, RUNNING, Interval, Phase, Place, Term, product
+from toolkit.jobs.terms import (
+    BACK,
+    RUNNING,
+    Collective,
+    Held,
+    Interval,
+    Kind,
+    Phase,
+    Place,
+    StateBytes,
+    Term,
+    product,
+)
 from toolkit.jobs.weights import COMPUTE_SIZE, Tensors, Weights, units_of, weights_of
 from toolkit.strategies import COMPUTE_DTYPES, DTYPE_BYTES, DTYPES
 

@@ -24,8 +24,8 @@ from toolkit.causes.table import cause_named
 from toolkit.comparing.predicted import expect
 from toolkit.comparing.report.row_facts import baseline, measured, ratio
 from toolkit.comparing.report.words import size, size_between
-from toolkit.comparing.run.achieved import gpus_of
 from toolkit.comparing.run.folders import run_names
+from toolkit.comparing.run.rows import gpus_of
 from toolkit.doctor.finding import Finding, fail, ok, warn
 from toolkit.errors import UsageError
 from toolkit.launching.processes import is_alive

@@ -37,8 +37,8 @@ from toolkit.measuring.evidence import EvidenceKeeper
 from toolkit.measuring.guards import say_on_rank_0
 from toolkit.measuring.heartbeat import Heartbeat
 from toolkit.measuring.merging import merge
-from toolkit.measuring.order_check import OrderCheck
 from toolkit.measuring.peak import COMPILED, PeakLedger
+from toolkit.measuring.replica_checks import OrderCheck
 from toolkit.records.fields import unmeasured
 from toolkit.records.json_files import json_line
 

@@ -36,11 +36,10 @@ from toolkit.engines.tensors import is_spread
 from toolkit.errors import UsageError
 from toolkit.launching.progress import progressed
 from toolkit.launching.ranks import rank, say
-from toolkit.measuring.added_means import judging_loss
 from toolkit.measuring.attestation import Refused, Requested
 from toolkit.measuring.between_ranks import FAILED, exchange, notes, refusals
 from toolkit.measuring.forwards import LearnedRows, Products
-from toolkit.measuring.observed import Observed, sums_at_start
+from toolkit.measuring.observed import Observed, judging_loss, sums_at_start
 from toolkit.measuring.recorder import Recorder
 from toolkit.measuring.stepped import Stepped
 from toolkit.strategies import COMPUTE_DTYPES, Strategy

@@ -12,7 +12,7 @@ from transformers.trainer_utils import IntervalStrategy
 from toolkit.backends import backend_of
 from toolkit.checkpoints.resuming import Resumed, differences, find_checkpoint
 from toolkit.data.sampling_order import count_steps, training_rows
-from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.tokens import load_tokenizer
 from toolkit.engines.backend import spec_of
 from toolkit.engines.deepspeed_config import checked_deepspeed_config, use_deepspeed_config
 from toolkit.errors import UsageError

@@ -30,20 +30,19 @@ from toolkit.configs.requested import (
     requests_checkpointing,
 )
 from toolkit.data.packing import keep_texts_apart
-from toolkit.engines.backend import backend_of, strategy_of_plugins
+from toolkit.engines.backend import backend_of, side_effect_free, strategy_of_plugins
 from toolkit.engines.fsdp2 import original_classes
 from toolkit.engines.masters import clip_in_fp32, moments_of, stepping_on_masters
-from toolkit.engines.side_effect_free import side_effect_free
 from toolkit.engines.wrapped import Wrapped
 from toolkit.errors import UsageError
 from toolkit.launching.progress import progressed
 from toolkit.launching.ranks import say
-from toolkit.measuring.added_means import judging_loss
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.finite import require_finite
 from toolkit.measuring.forwards import LearnedRows
 from toolkit.measuring.heartbeat import Choice, heartbeat_for
 from toolkit.measuring.launcher import check_launch
+from toolkit.measuring.observed import judging_loss
 from toolkit.measuring.recorder import Recorder
 from toolkit.records.evidence import IGNORED
 from toolkit.records.json_files import SCHEMA, write_json

@@ -8,9 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from toolkit.comparing.report.names import for_readers
+from toolkit.comparing.report.names import for_readers, redact_results
 from toolkit.comparing.report.picture import write_picture
-from toolkit.comparing.report.redact import redact_results
 from toolkit.comparing.report.runs_table import runs_table
 from toolkit.comparing.report.sections import report_sections
 from toolkit.comparing.report.table_file import TABLE_FILE, render_table

@@ -3,6 +3,9 @@
 States are allocated once, and leave no gaps. Activations, logits and temporaries are freed and
 allocated again in other sizes, so freed blocks don't all serve later requests. Blocks that a second
 CUDA stream has used, for communication, serve no request of the first stream.
+
+`measuring/memory.py` counts the bytes of states in a run; a test compares the two under every
+strategy.
 """
 
 from __future__ import annotations
@@ -14,8 +17,16 @@ from typing import Literal
 
 from toolkit.backends.schedules import schedule_of
 from toolkit.jobs import optimizers
-from toolkit.jobs.states import StateBytes
-from toolkit.jobs.terms import PHASES, RUNNING, Category, Interval, Phase, Term, sums_by_phase
+from toolkit.jobs.terms import (
+    PHASES,
+    RUNNING,
+    Category,
+    Interval,
+    Phase,
+    StateBytes,
+    Term,
+    sums_by_phase,
+)
 from toolkit.jobs.weights import weights_of
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.activations import (
@@ -25,7 +36,38 @@ from toolkit.planning.memory.activations import (
     cast_weights,
     dequantised_term,
 )
-from toolkit.planning.memory.states import host_terms, most_loaded
+
+
+def state_bytes(job: PlannedJob, rank: int = 0) -> StateBytes:
+    """Return the model states that `rank` holds.
+
+    Raises:
+        UsageError: the job's precision and weights don't go together.
+    """
+    return job.backend.states(job, rank)
+
+
+def most_loaded(job: PlannedJob) -> StateBytes:
+    """Return the states of the fullest rank."""
+    return job.backend.fullest_states(job)
+
+
+def host_terms(job: PlannedJob, states: StateBytes) -> Iterator[Term]:
+    """Yield the terms of a node's RAM and disk for all of its ranks; none without offload."""
+    if not (job.backend.steps_on_cpu or optimizers.is_paged(job.optimizer)):
+        return
+    ranks = job.backend.ranks_with_states(job)
+    for name, needed, place in job.backend.off_gpu(job, states):
+        if needed.high:
+            yield Term(
+                category="parameters" if place == "nvme" else "optimizer",
+                name=name,
+                bytes=needed.times(ranks),
+                formula="ranks of a node * bytes of a rank",
+                inputs={"ranks of a node": ranks, "bytes of a rank": needed.low},
+                place=place,
+            )
+
 
 MIB = 1 << 20
 

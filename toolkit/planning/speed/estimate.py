@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from toolkit.backends.base import HostTraffic
 from toolkit.errors import UsageError
-from toolkit.jobs.collective import Collective
 from toolkit.jobs.optimizers import moved_bytes
-from toolkit.jobs.terms import Interval
+from toolkit.jobs.terms import Collective, Interval
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.speed import rates
 from toolkit.planning.speed.computing import CONVENTION, SpeedTerm, computing, model_flops, total

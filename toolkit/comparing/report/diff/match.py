@@ -15,8 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, cast
 
-from toolkit.comparing.report.names import both_engines, renamed
-from toolkit.comparing.report.redact import clean, redact_results
+from toolkit.comparing.report.names import both_engines, clean, redact_results, renamed
 from toolkit.comparing.report.row_facts import (
     counted_peak,
     counts_peaks,
