@@ -143,29 +143,19 @@ class Strategy:
     @property
     def reads_deepspeed_json(self) -> bool:
         """Whether DeepSpeed trains it, which reads a JSON file of its own."""
-        match self.backend:
-            case "deepspeed":
-                return True
-            case "single" | "ddp" | "fsdp" | "tensor" | "pipeline" | "parameter_server":
-                return False
-            case _:
-                refuse_backend(self.backend, self, "The toolkit")
+        return self.is_distributed and self.backend == "deepspeed"
 
     @property
     def engines(self) -> tuple[Engine, ...]:
         """The engines that can train it, the usual one first."""
-        if self.splits_rows:
-            # The Trainer takes a mean over each micro-batch under sequence parallelism, not over
-            # the tokens of the step (transformers 5.23, `deepspeed_sp_compute_loss`).
-            return ("loop",)
         match self.backend:
             case "single" | "ddp" | "deepspeed" | "fsdp":
-                return ("trainer", "loop")
-            case "tensor":
-                # The Trainer's Accelerator takes its mesh for an accelerator's alone, so that no
-                # rehearsal would be possible (accelerate 1.15, parallelism_config.py).
-                return ("loop",)
-            case "pipeline" | "parameter_server":
+                # The Trainer takes a mean over each micro-batch under sequence parallelism, not
+                # over the tokens of the step (transformers 5.23, `deepspeed_sp_compute_loss`).
+                return ("loop",) if self.splits_rows else ("trainer", "loop")
+            case "tensor" | "pipeline" | "parameter_server":
+                # The Trainer's Accelerator takes a tensor group's mesh for an accelerator's alone,
+                # so that no rehearsal would be possible (accelerate 1.15, parallelism_config.py).
                 return ("loop",)
             case _:
                 refuse_backend(self.backend, self, "The toolkit")
@@ -265,14 +255,10 @@ class Strategy:
 
     def data_parallel_size(self, num_processes: int) -> int:
         """Return how many of `num_processes` ranks read rows of their own."""
-        match self.backend:
-            case (
-                "single" | "ddp" | "deepspeed" | "fsdp" | "tensor" | "pipeline" | "parameter_server"
-            ):
-                sharing = self.pipeline_ranks(num_processes) * self.tensor
-                return num_processes // sharing // self.sequence_size(num_processes)
-            case _:
-                refuse_backend(self.backend, self, "The toolkit")
+        if not self.is_distributed:
+            return num_processes
+        sharing = self.pipeline_ranks(num_processes) * self.tensor
+        return num_processes // sharing // self.sequence_size(num_processes)
 
 
 def refuse_backend(backend: Never, strategy: Strategy, refuser: str) -> NoReturn:
