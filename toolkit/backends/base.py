@@ -101,7 +101,8 @@ class Backend:
     # Files of a launch.
 
     reads_json: bool = False
-    """Whether DeepSpeed trains it, which reads a JSON file of its own."""
+    """Whether DeepSpeed trains it, which reads a JSON file of its own, and steps on the CPU by an
+    optimizer of its own."""
 
     distributed_type: str = "MULTI_GPU"
     """Accelerate's name of the kind of launch: plain ranks, of which a family may make more."""
@@ -121,11 +122,6 @@ class Backend:
 
     cuts_flat: bool = False
     """Whether it is cut into plain tensors, on which most optimizers step."""
-
-    @property
-    def swaps_optimizer(self) -> bool:
-        """Whether a step on the CPU is by an optimizer of the library's own."""
-        return False
 
     def launcher(
         self, processes: int, options: ConfigOptions, deepspeed_json: Path | None
@@ -174,10 +170,8 @@ class Backend:
     in_stages: bool = False
     """Whether ranks hold different layers, and more micro-batches in a step idle less."""
 
-    @property
-    def takes_schedule(self) -> bool:
-        """Whether a run may choose the schedule of its stages."""
-        return False
+    takes_schedule: bool = False
+    """Whether a run may choose the schedule of its stages."""
 
     shards_rows: bool = False
     """Whether FSDP2 deals the rows of tensors out, and gathers layers that can be fetched ahead."""

@@ -41,14 +41,11 @@ class Pipeline(Whole):
 
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
+        self.takes_schedule = strategy.schedule != "one_at_a_time"
         if strategy.tensor > 1:  # what a rank has of a stage is part of every matrix
             self.cutter = "tensor parallelism splits"
             self.splits_matrices = self.shards_rows = True
             self.whole = False
-
-    @property
-    def takes_schedule(self) -> bool:
-        return self.strategy.schedule != "one_at_a_time"
 
     def groups_problem(self, ranks: int) -> str | None:
         name, size, tensor = self.strategy.name, self.strategy.pipeline or 1, self.strategy.tensor

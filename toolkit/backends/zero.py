@@ -85,10 +85,6 @@ class DeepSpeed(Backend):
     )
     unsynced = "stage decides when gradients are reduced"
 
-    @property
-    def swaps_optimizer(self) -> bool:
-        return self.steps_on_cpu
-
     def launcher(
         self, processes: int, options: ConfigOptions, deepspeed_json: Path | None
     ) -> dict[str, Any]:

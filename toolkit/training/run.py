@@ -505,7 +505,8 @@ def _optimizer_classes(strategy: Strategy, optim: str) -> tuple[str, ...] | None
     """Return the classes that an optimizer may have; None: not known for this optimizer."""
     if optim not in ADAMW:
         return None
-    swapped = backend_of(strategy).swaps_optimizer
+    backend = backend_of(strategy)
+    swapped = backend.reads_json and backend.steps_on_cpu
     if swapped and read_deepspeed_config(os.environ).get("zero_force_ds_cpu_optimizer", True):
         return ("DeepSpeedCPUAdam",)
     return ("AdamW",)
