@@ -30,12 +30,13 @@ from toolkit.comparing.report.picture import page_colours
 from toolkit.comparing.report.write import render_markdown
 from toolkit.comparing.run import schedule
 from toolkit.comparing.run.folders import short_path
-from toolkit.comparing.run.options import DEFAULT_STRATEGIES, CompareOptions
+from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.preparing import run_environment
 from toolkit.comparing.run.starting import visible_gpus
 from toolkit.configs import ConfigOptions
 from toolkit.configs.files import write_configs
 from toolkit.errors import UsageError
+from toolkit.jobs.options import USUAL_STRATEGIES
 from toolkit.launching import forking
 from toolkit.launching.launch import launch_command, run
 from toolkit.launching.outcome import OutcomeStatus
@@ -276,7 +277,7 @@ class Compared:
 
 
 def compare(
-    strategies: str | Sequence[str] = DEFAULT_STRATEGIES,
+    strategies: str | Sequence[str] = USUAL_STRATEGIES,
     train_flags: Sequence[str] = (),
     **options: Any,
 ) -> Compared:

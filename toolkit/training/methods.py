@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.backends import backend_of
 from toolkit.environment import check_installed
 from toolkit.errors import UsageError, sentence_of
+from toolkit.planning.levers import MOST_UNPACKED
 from toolkit.strategies import COMPUTE_DTYPES
 from toolkit.training.arguments import ModelArguments
 from toolkit.training.method_arguments import ALL_LINEAR, MethodArguments
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 
     from toolkit.strategies import Strategy
     from toolkit.training.model import ModelFacts
-
-MOST_UNPACKED = 0.5
-"""The largest part of a model's weights that --method qlora may leave unpacked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,12 +14,12 @@ from toolkit.backends import backend_of
 from toolkit.configs.proven_models import PROVEN_MODELS
 from toolkit.data.flags import flag, plain_value
 from toolkit.errors import UsageError
+from toolkit.planning.levers import CHUNK_TOKENS
 from toolkit.strategies import Strategy
 from toolkit.training.precision import switched
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 
-CHUNK_TOKENS = 1024
 COMPILED_CHUNK_TOKENS = 4096
 """Of a compiled loss: the head's gradient is read and written once a chunk."""
 

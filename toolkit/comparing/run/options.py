@@ -8,9 +8,8 @@ from typing import Annotated, Final, Literal
 
 from toolkit.configs import Flag, Precision
 from toolkit.errors import UsageError
+from toolkit.jobs.options import USUAL_STRATEGIES
 from toolkit.strategies import Engine, Strategy
-
-DEFAULT_STRATEGIES: Final = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
 
 USUAL_PROCESSES: Final = 2
 
@@ -52,7 +51,7 @@ OWNED_FLAGS: Final = {
 class CompareOptions:
     """Options of `toolkit compare`."""
 
-    strategies: Sequence[str] = DEFAULT_STRATEGIES
+    strategies: Sequence[str] = USUAL_STRATEGIES
     """Strategies by the names of the strategies table, in the order of the report."""
 
     engine: Annotated[
