@@ -41,10 +41,13 @@ from kit.result import Result, table
 
 from toolkit.jobs.terms import GIB, Interval
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.memory.allocator import EXPANDABLE, MOVING, STAYING, Kind
 from toolkit.planning.memory.estimate import (
     CONTEXT,
+    EXPANDABLE,
+    MOVING,
+    STAYING,
     WORKSPACES,
+    Kind,
     MemoryEstimate,
     estimate_memory,
 )

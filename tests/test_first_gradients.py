@@ -5,7 +5,7 @@ import torch
 from places import SCRIPTS
 from transformers import AutoModelForCausalLM
 
-from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.tokens import load_tokenizer
 from toolkit.records.record import read_record
 from toolkit.training.model import build_model
 

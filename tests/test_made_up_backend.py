@@ -10,9 +10,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from toolkit import cli, engines, environment
+from toolkit import backends, cli, engines, environment
 from toolkit.backends.deepspeed_json import deepspeed_config
-from toolkit.comparing.run.plan import processes_for
 from toolkit.configs.accelerate import num_processes_problem
 from toolkit.configs.optimizers import optimizer_problem
 from toolkit.engines.backend import backend_of
@@ -46,7 +45,6 @@ def _a_strategy_of_a_made_up_backend(monkeypatch):
         lambda strategy: strategy.shards_optimizer,
         lambda strategy: strategy.shards_gradients,
         lambda strategy: strategy.shards_parameters,
-        lambda strategy: strategy.gathers_again,
         lambda strategy: strategy.reads_deepspeed_json,
         lambda strategy: strategy.data_parallel_size(4),
     ],
@@ -111,7 +109,7 @@ def test_every_other_part_that_decides_by_strategy_refuses_it():
         lambda: deepspeed_config(MADE_UP),
         lambda: environment.missing_for(MADE_UP),
         lambda: textbook(MADE_UP, trained=1, everything=1, ranks=2),
-        lambda: processes_for(MADE_UP, 2),
+        lambda: backends.backend_of(MADE_UP).ranks_among(2),
     ):
         with pytest.raises(UsageError, match=REFUSED):
             decides()

@@ -337,7 +337,7 @@ def prepare(
     epilog=_examples(
         'toolkit generate runs/mine/final "What is a gradient?"',
         'toolkit generate runs/mine "A joke, please." --temperature 0.8 --seed 1',
-    ),
+    )
 )
 def generate(
     folder: Annotated[Path, typer.Argument(help="A saved model or adapter, or its run.")],
@@ -374,8 +374,7 @@ def report(
         Path | None, typer.Option("--to", help="Folder for the files on two comparisons.")
     ] = None,
     show_speed: Annotated[
-        bool,
-        typer.Option("--show-speed", help="Show the speeds of a rehearsal, too."),
+        bool, typer.Option("--show-speed", help="Show the speeds of a rehearsal, too.")
     ] = False,
 ) -> None:
     """Make a comparison's reports again, or set two comparisons side by side."""

@@ -97,11 +97,7 @@ def main() -> None:
 
             if hang_timeout is None:
                 hang_timeout = DEFAULT_SECONDS if rehearsal else 0.0
-            with (
-                _watchdog(hang_timeout, status),
-                watch(rehearsal=rehearsal),
-                machines.watched(),
-            ):
+            with _watchdog(hang_timeout, status), watch(rehearsal=rehearsal), machines.watched():
                 run_script()
     except UsageError as error:
         code = print_reason(2, str(error))

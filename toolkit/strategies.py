@@ -141,41 +141,21 @@ class Strategy:
                 return True
 
     @property
-    def has_server(self) -> bool:
-        """Whether one rank holds the optimizer and steps for all."""
-        return self.backend == "parameter_server"
-
-    @property
-    def gathers_again(self) -> bool:
-        """Whether sharded parameters are freed after forward and gathered again for backward."""
-        return self.sharding == "tensors" or self.reshard_after_forward
-
-    @property
     def reads_deepspeed_json(self) -> bool:
         """Whether DeepSpeed trains it, which reads a JSON file of its own."""
-        match self.backend:
-            case "deepspeed":
-                return True
-            case "single" | "ddp" | "fsdp" | "tensor" | "pipeline" | "parameter_server":
-                return False
-            case _:
-                refuse_backend(self.backend, self, "The toolkit")
+        return self.is_distributed and self.backend == "deepspeed"
 
     @property
     def engines(self) -> tuple[Engine, ...]:
         """The engines that can train it, the usual one first."""
-        if self.splits_rows:
-            # The Trainer takes a mean over each micro-batch under sequence parallelism, not over
-            # the tokens of the step (transformers 5.23, `deepspeed_sp_compute_loss`).
-            return ("loop",)
         match self.backend:
             case "single" | "ddp" | "deepspeed" | "fsdp":
-                return ("trainer", "loop")
-            case "tensor":
-                # The Trainer's Accelerator takes its mesh for an accelerator's alone, so that no
-                # rehearsal would be possible (accelerate 1.15, parallelism_config.py).
-                return ("loop",)
-            case "pipeline" | "parameter_server":
+                # The Trainer takes a mean over each micro-batch under sequence parallelism, not
+                # over the tokens of the step (transformers 5.23, `deepspeed_sp_compute_loss`).
+                return ("loop",) if self.splits_rows else ("trainer", "loop")
+            case "tensor" | "pipeline" | "parameter_server":
+                # The Trainer's Accelerator takes a tensor group's mesh for an accelerator's alone,
+                # so that no rehearsal would be possible (accelerate 1.15, parallelism_config.py).
                 return ("loop",)
             case _:
                 refuse_backend(self.backend, self, "The toolkit")
@@ -254,11 +234,6 @@ class Strategy:
         """
         return self.tensor if self.schedule is not None else num_processes // self.replicas
 
-    @property
-    def splits_model(self) -> bool:
-        """Whether several ranks share one copy of the model's computation."""
-        return self.tensor > 1 or self.schedule is not None
-
     def mesh(self, num_processes: int) -> str:
         """Return the dimensions of the ranks' mesh in words, as in `shards 2 x tensor 2`."""
         if self.schedule is not None:
@@ -280,14 +255,10 @@ class Strategy:
 
     def data_parallel_size(self, num_processes: int) -> int:
         """Return how many of `num_processes` ranks read rows of their own."""
-        match self.backend:
-            case (
-                "single" | "ddp" | "deepspeed" | "fsdp" | "tensor" | "pipeline" | "parameter_server"
-            ):
-                sharing = self.pipeline_ranks(num_processes) * self.tensor
-                return num_processes // sharing // self.sequence_size(num_processes)
-            case _:
-                refuse_backend(self.backend, self, "The toolkit")
+        if not self.is_distributed:
+            return num_processes
+        sharing = self.pipeline_ranks(num_processes) * self.tensor
+        return num_processes // sharing // self.sequence_size(num_processes)
 
 
 def refuse_backend(backend: Never, strategy: Strategy, refuser: str) -> NoReturn:
@@ -318,10 +289,7 @@ STRATEGIES: dict[str, Strategy] = {
         ),
         Strategy(name="ddp", backend="ddp", summary="everything replicated, gradients averaged"),
         Strategy(
-            name="zero1",
-            backend="deepspeed",
-            zero_stage=1,
-            summary="optimizer states sharded",
+            name="zero1", backend="deepspeed", zero_stage=1, summary="optimizer states sharded"
         ),
         Strategy(
             name="zero2",

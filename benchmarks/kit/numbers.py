@@ -468,7 +468,7 @@ def more_than_the_memory(machine: Machine) -> dict[str, Any]:
     from kit.models import build
     from kit.runs import run_compare
     from toolkit.comparing.report.row_facts import planner_word
-    from toolkit.data.tokenizer import load_tokenizer
+    from toolkit.data.tokens import load_tokenizer
     from toolkit.training.model import build_model
 
     batch = 1

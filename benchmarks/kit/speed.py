@@ -13,7 +13,7 @@ from kit.result import table
 from kit.variants import Variant, ours, recipe_of, variants
 from toolkit.jobs.shape import ModelShape
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.speed.flops import CONVENTION, model_flops
+from toolkit.planning.speed.computing import CONVENTION, model_flops
 from toolkit.strategies import STRATEGIES
 
 TITLE = "Speed"
@@ -326,7 +326,7 @@ def _train(
         return
     tokenizer = None
     if variant.kind == "trl":
-        from toolkit.data.tokenizer import load_tokenizer
+        from toolkit.data.tokens import load_tokenizer
         from toolkit.training.model import build_model
 
         tokenizer = load_tokenizer(build_model())
@@ -427,7 +427,7 @@ def utilization_of(
 
 
 def utilization(tokens_per_second: float, shape: ModelShape, *, tokens: int, flops: float) -> float:
-    """Return the MFU by the convention of `toolkit.planning.speed.flops`, 0 to 1.
+    """Return the MFU by the convention of `toolkit.planning.speed.computing`, 0 to 1.
 
     Args:
         tokens_per_second: Trained.

@@ -13,8 +13,7 @@ from safetensors.numpy import save_file
 from toolkit.comparing.bisect import running
 from toolkit.comparing.bisect.finding import ROUNDINGS, StepResult, as_lines, as_page, bisect
 from toolkit.comparing.bisect.run_pair import TracedRun
-from toolkit.comparing.bisect.running import bisect_runs
-from toolkit.comparing.bisect.selection import step_of_gates
+from toolkit.comparing.bisect.running import bisect_runs, step_of_gates
 from toolkit.comparing.run.folders import FailedStart, Finished
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.plan import build_plan, fixed_by

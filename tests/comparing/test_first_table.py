@@ -8,10 +8,9 @@ import pytest
 from rich.console import Console
 
 from toolkit.comparing.report.names import for_readers
-from toolkit.comparing.report.page import render_page
 from toolkit.comparing.report.runs_table import peaks_out_of_order, runs_table
 from toolkit.comparing.report.table_file import render_table
-from toolkit.comparing.report.write import print_report, render_markdown
+from toolkit.comparing.report.write import print_report, render_markdown, render_page
 
 MIB = 2**20
 

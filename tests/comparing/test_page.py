@@ -9,9 +9,9 @@ import pytest
 from toolkit.comparing.predicted import no_prediction
 from toolkit.comparing.report import figures
 from toolkit.comparing.report.figures import draw_all, draw_one
-from toolkit.comparing.report.page import render_page
-from toolkit.comparing.report.redact import redact_results
+from toolkit.comparing.report.names import redact_results
 from toolkit.comparing.report.verdict import REHEARSAL
+from toolkit.comparing.report.write import render_page
 
 FIGURES = ["speed", "memory", "peak", "traffic", "losses", "steps", "phases", "scaling"]
 VOID = {"meta", "link", "br", "hr", "img", "input"}

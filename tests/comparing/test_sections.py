@@ -2,8 +2,8 @@
 
 import pytest
 
+from toolkit.comparing.report.diff.files import memory as memory_of_two
 from toolkit.comparing.report.diff.match import match
-from toolkit.comparing.report.diff.tables import memory as memory_of_two
 from toolkit.comparing.report.figures.memory import fullest_moment
 from toolkit.comparing.report.figures.speed import speed_and_memory
 from toolkit.comparing.report.row_facts import planner_word
@@ -12,8 +12,7 @@ from toolkit.comparing.report.sections import parts
 from toolkit.comparing.report.sections.agreement import agreement
 from toolkit.comparing.report.sections.failures import failures, ranks
 from toolkit.comparing.report.sections.memory import fullest, held, over_ranks
-from toolkit.comparing.report.sections.scaling import scaled_runs, scaling
-from toolkit.comparing.report.sections.steps import step_time, warm_up
+from toolkit.comparing.report.sections.scaling import scaled_runs, scaling, step_time, warm_up
 from toolkit.comparing.report.sections.traffic import collectives, sent
 from toolkit.records.json_files import write_json
 

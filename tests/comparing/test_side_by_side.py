@@ -7,20 +7,23 @@ import math
 import pytest
 from rich.console import Console
 
-from toolkit.comparing.report.diff.files import render_csv, render_markdown, render_page, show
+from toolkit.comparing.report.diff.files import (
+    differences,
+    losses,
+    memory,
+    render_csv,
+    render_markdown,
+    render_page,
+    sections,
+    show,
+    speed,
+    verdict,
+)
 from toolkit.comparing.report.diff.match import (
     combined_noise,
     loss_difference,
     match,
     speed_verdict,
-)
-from toolkit.comparing.report.diff.tables import (
-    differences,
-    losses,
-    memory,
-    sections,
-    speed,
-    verdict,
 )
 from toolkit.records.json_files import write_json
 

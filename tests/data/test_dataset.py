@@ -8,14 +8,19 @@ from datasets import Dataset, List, Value
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from toolkit.data import building, built_in
+from toolkit.data import building, sources
 from toolkit.data.arguments import DataArguments
 from toolkit.data.building import LONGEST_ROW
-from toolkit.data.built_in import standard_library_hash, standard_library_texts
 from toolkit.data.dataset import prepare_data
 from toolkit.data.sampling_order import Collator
-from toolkit.data.tokenizer import load_tokenizer, tokenizer_identity
-from toolkit.data.tokens import Tally, supervised_tokens, tokenise
+from toolkit.data.sources import standard_library_hash, standard_library_texts
+from toolkit.data.tokens import (
+    Tally,
+    load_tokenizer,
+    supervised_tokens,
+    tokenise,
+    tokenizer_identity,
+)
 from toolkit.errors import UsageError
 from toolkit.records.evidence import IGNORED
 from toolkit.training.arguments import ModelArguments
@@ -436,7 +441,7 @@ def test_the_built_in_data_are_signatures_and_docstrings(cache):
 
 
 def test_a_python_without_sources_is_told_the_way_out(monkeypatch, own_cache, tmp_path):
-    monkeypatch.setattr(built_in.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(UsageError, match="without the sources.*--train_file"):
         standard_library_texts()
 

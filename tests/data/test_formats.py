@@ -14,8 +14,7 @@ from toolkit.data.dataset import MOST_TOKENS, prepare_data, shown_rows
 from toolkit.data.formats import Format, find_format
 from toolkit.data.messages import Chat, read_messages, read_tools, with_system
 from toolkit.data.sources import check_file
-from toolkit.data.tokenizer import load_tokenizer
-from toolkit.data.tokens import Tally
+from toolkit.data.tokens import Tally, load_tokenizer
 from toolkit.errors import UsageError
 from toolkit.launching.preflight import described
 from toolkit.training.model import build_model

@@ -35,8 +35,8 @@ def load(folder: str, **options: Any) -> Any:
 
 @fault
 def stages_read_different_rows() -> Iterator[None]:
-    def of_every_rank(*args: Any, data_parallel_size: int, data_parallel_rank: int) -> Any:
-        return rows_of_rank(*args, data_parallel_size=world_size(), data_parallel_rank=world_rank())
+    def of_every_rank(*args: Any, **_: int) -> Any:
+        return rows_of_rank(*args, place=world_rank(), of=world_size())
 
     with patch.object(pipeline, "rows_of_rank", of_every_rank), of_one_length():
         yield

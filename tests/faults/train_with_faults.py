@@ -44,7 +44,7 @@ from toolkit import environment
 from toolkit.data.arguments import DataArguments
 from toolkit.data.dataset import TokenDataset, prepare_data
 from toolkit.data.sampling_order import Collator, training_rows
-from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.tokens import load_tokenizer
 from toolkit.engines.wrapped import Wrapped
 from toolkit.measuring import gradients
 from toolkit.measuring.attestation import Requested

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from toolkit.launching.liveness import RankFiles
 from toolkit.launching.processes import start_of
+from toolkit.launching.watchdog import RankFiles
 
 
 @pytest.fixture

@@ -17,8 +17,7 @@ from toolkit.measuring.guards import (
     newest_checkpoint,
     odd_ones_out,
 )
-from toolkit.measuring.order_check import OrderCheck
-from toolkit.measuring.replica_checks import checksums
+from toolkit.measuring.replica_checks import OrderCheck, checksums
 
 NORMAL = {
     "loss_is_finite": True,

@@ -14,9 +14,8 @@ from toolkit.errors import UsageError
 from toolkit.planning import levers
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.activations import activations_of, cast_weights, loss_bytes
-from toolkit.planning.memory.estimate import estimate_memory
+from toolkit.planning.memory.estimate import estimate_memory, state_bytes
 from toolkit.planning.memory.formulas import compare_with_formula
-from toolkit.planning.memory.states import state_bytes
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.models.resolve import resolve_model
 from toolkit.planning.of_run import job_of

@@ -627,7 +627,7 @@ def reason_about(found, words):
 def test_a_global_batch_below_the_gpus_is_split_over_groups_of_them():
     found = recommend("7b", gpu="H100", gpus=8, global_batch=4)
     job = found.choice.job
-    assert job.strategy.splits_model
+    assert job.backend.splits_model
     assert job.batch * job.accumulation * job.readers == 4
     assert "A multiple of 8 opens the others." in reason_about(found, "can't be dealt out")
     assert "groups of 2 GPUs x 1 accumulated keeps the global batch of 4" in " ".join(found.reasons)

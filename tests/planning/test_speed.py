@@ -21,16 +21,16 @@ from toolkit.errors import UsageError
 from toolkit.jobs.terms import Interval
 from toolkit.planning.job import PlannedJob, nodes_for
 from toolkit.planning.memory import estimate
-from toolkit.planning.memory.states import state_bytes
+from toolkit.planning.memory.estimate import state_bytes
 from toolkit.planning.models.resolve import resolve_model
 from toolkit.planning.speed import rates
-from toolkit.planning.speed.estimate import cost, estimate_speed
-from toolkit.planning.speed.flops import (
+from toolkit.planning.speed.computing import (
     attention_flops,
     linear_flops,
     model_flops,
     multiplied_parameters,
 )
+from toolkit.planning.speed.estimate import cost, estimate_speed
 from toolkit.planning.speed.gpus import gpu
 from toolkit.strategies import STRATEGIES
 

@@ -14,10 +14,10 @@ from transformers import Adafactor
 from toolkit.errors import UsageError
 from toolkit.jobs import optimizers
 from toolkit.jobs.shape import Tensor
-from toolkit.jobs.states import Held
+from toolkit.jobs.terms import Held
 from toolkit.jobs.weights import Tensors, weights_of
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.memory.states import most_loaded, state_bytes
+from toolkit.planning.memory.estimate import most_loaded, state_bytes
 from toolkit.strategies import STRATEGIES
 
 SMALL = llama(hidden=192, intermediate=768, vocab=1024)

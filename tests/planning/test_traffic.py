@@ -10,7 +10,7 @@ import pytest
 from shapes_for_tests import gpt2, llama
 
 from toolkit.backends.deepspeed_json import deepspeed_config
-from toolkit.jobs.collective import Collective
+from toolkit.jobs.terms import Collective
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.speed.traffic import collectives, cost_of_sync, textbook
 from toolkit.strategies import STRATEGIES

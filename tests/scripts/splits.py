@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from toolkit.engines.backend import backend_of, wrap
 from toolkit.engines.tensor_parallel import claim_mesh
 from toolkit.engines.wrapped import rows_of_rank
-from toolkit.measuring.order_check import wrong_shares
+from toolkit.measuring.replica_checks import wrong_shares
 from toolkit.strategies import STRATEGIES
 
 
@@ -76,12 +76,9 @@ def train(case, folder, strategy, ranks):
     kept["parts"] = {
         name: wrong_shares(rows_of_rank(accelerator, DataLoader([*range(8)]), **part), reader)
         for name, part in {
-            "as they should": {"data_parallel_size": readers, "data_parallel_rank": reader},
-            "one each": {
-                "data_parallel_size": ranks,
-                "data_parallel_rank": accelerator.process_index,
-            },
-            "all the first": {"data_parallel_size": max(2, readers), "data_parallel_rank": 0},
+            "as they should": {"place": reader, "of": readers},
+            "one each": {"place": accelerator.process_index, "of": ranks},
+            "all the first": {"place": 0, "of": max(2, readers)},
         }.items()
     }
     kept["held"] = sum(tensor.numel() for tensor in backend.parameters_held())

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from toolkit import ToolkitTrainer
 from toolkit.checkpoints.atomic_folder import check
 from toolkit.data.arguments import DataArguments
-from toolkit.data.built_in import BUILT_IN_DATA
+from toolkit.data.sources import BUILT_IN_DATA
 from toolkit.training.arguments import ModelArguments, own_arguments, training_values
 from toolkit.training.card import (
     CARD_FILE,

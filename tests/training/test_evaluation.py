@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM, TrainingArguments
 from toolkit import ToolkitTrainer
 from toolkit.data.arguments import DataArguments
 from toolkit.data.sampling_order import Collator
-from toolkit.engines.side_effect_free import NotBetweenSteps, side_effect_free
+from toolkit.engines.backend import NotBetweenSteps, side_effect_free
 from toolkit.errors import UsageError
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.recorder import Recorder

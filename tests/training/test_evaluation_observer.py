@@ -6,7 +6,7 @@ from datasets import Dataset
 from small_models import tiny_llama
 
 from toolkit.data.sampling_order import Collator
-from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.tokens import load_tokenizer
 from toolkit.engines.wrapped import Wrapped
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.recorder import Recorder

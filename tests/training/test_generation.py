@@ -7,7 +7,7 @@ from small_models import tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.data.chat import shipped_templates, turn_end
-from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.tokens import load_tokenizer
 from toolkit.engines.wrapped import Wrapped
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.recorder import Recorder

@@ -15,9 +15,9 @@ from transformers import (
     dynamic_module_utils,
 )
 
-from toolkit.data.built_in import standard_library_hash, standard_library_texts
 from toolkit.data.dataset import TokenDataset
-from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.sources import standard_library_hash, standard_library_texts
+from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UsageError
 from toolkit.training.arguments import ModelArguments
 from toolkit.training.model import (

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from toolkit import GuardError, ToolkitTrainer
-from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.tokens import load_tokenizer
 from toolkit.training.model import build_model
 from toolkit.training.rows_without_labels import loss_without_labels
 

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.configs.proven_models import PROVEN_MODELS
 from toolkit.data.sampling_order import Collator
-from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UsageError
 from toolkit.measuring.peak import PeakLedger
 from toolkit.records.evidence import IGNORED

@@ -5,7 +5,7 @@ import torch
 from small_models import small_of
 from test_preflight import ROWS
 
-from toolkit.comparing.bisect.selection import _strategy_and_engine
+from toolkit.comparing.bisect.running import _strategy_and_engine
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.errors import UsageError
 from toolkit.training.preflight import preflight

@@ -14,12 +14,10 @@ from typing import Any, TypeVar
 from toolkit.backends.launcher import mixed, ports
 from toolkit.errors import UsageError
 from toolkit.jobs import optimizers
-from toolkit.jobs.collective import Collective
 from toolkit.jobs.config_options import ConfigOptions
 from toolkit.jobs.job import Job
 from toolkit.jobs.shape import ModelShape
-from toolkit.jobs.states import Held, StateBytes
-from toolkit.jobs.terms import Interval, Place, Term
+from toolkit.jobs.terms import Collective, Held, Interval, Place, StateBytes, Term
 from toolkit.jobs.weights import COMPUTE_SIZE, Tensors, Weights, weights_of
 from toolkit.strategies import DTYPE_BYTES, Strategy
 
@@ -72,7 +70,39 @@ class Backend:
             )
         return self.groups_problem(ranks)
 
+    @property
+    def makes_groups(self) -> bool:
+        """Whether it needs more ranks than others, for replicas or pipelines of its own."""
+        return self.strategy.replicas > 1 or self.strategy.pipeline is not None
+
+    def ranks_among(self, usual: int) -> int:
+        """Return its ranks in a comparison in which the others have `usual`.
+
+        Raises:
+            UsageError: they cannot be divided into its groups.
+        """
+        if not self.makes_groups:
+            return usual
+        strategy = self.strategy
+        pipeline = strategy.tensor * (strategy.pipeline or 0)
+        if pipeline and usual % pipeline == 0:
+            return usual
+        # A group of one rank would not shard.
+        ranks = max(usual, strategy.replicas * max(2, strategy.tensor), 2 * pipeline)
+        unit = pipeline or strategy.replicas
+        if ranks % unit:
+            groups = f"pipelines of {unit} ranks" if pipeline else f"{unit} groups of equal size"
+            raise UsageError(
+                f"{strategy.name} has {groups}, which {ranks} processes do not make. Choose "
+                f"--num_processes {ranks + unit - ranks % unit}, or leave it out."
+            )
+        return ranks
+
     # Files of a launch.
+
+    reads_json: bool = False
+    """Whether DeepSpeed trains it, which reads a JSON file of its own, and steps on the CPU by an
+    optimizer of its own."""
 
     distributed_type: str = "MULTI_GPU"
     """Accelerate's name of the kind of launch: plain ranks, of which a family may make more."""
@@ -93,11 +123,6 @@ class Backend:
     cuts_flat: bool = False
     """Whether it is cut into plain tensors, on which most optimizers step."""
 
-    @property
-    def swaps_optimizer(self) -> bool:
-        """Whether a step on the CPU is by an optimizer of the library's own."""
-        return False
-
     def launcher(
         self, processes: int, options: ConfigOptions, deepspeed_json: Path | None
     ) -> dict[str, Any]:
@@ -107,6 +132,10 @@ class Backend:
             UsageError: DeepSpeed is not told the path of its JSON.
         """
         return ports(options) | mixed(options) | self.sections(processes, options)
+
+    def launch_words(self, job: Job) -> list[str]:
+        """Return the options of `accelerate launch` that adapt the bundled file to a job."""
+        return []
 
     def config_problem(self, config: Mapping[str, Any]) -> str | None:
         """Say why a config does not go with how rows are split; None where it does.
@@ -135,8 +164,14 @@ class Backend:
     splits_rows: bool = False
     """Whether several ranks share each row, a piece each."""
 
+    has_server: bool = False
+    """Whether one rank holds the optimizer and steps for all."""
+
     in_stages: bool = False
     """Whether ranks hold different layers, and more micro-batches in a step idle less."""
+
+    takes_schedule: bool = False
+    """Whether a run may choose the schedule of its stages."""
 
     shards_rows: bool = False
     """Whether FSDP2 deals the rows of tensors out, and gathers layers that can be fetched ahead."""
@@ -147,6 +182,20 @@ class Backend:
     def is_worth_one_gpu(self) -> bool:
         """Return whether one GPU gains by it, which keeps all that others would shard."""
         return self.steps_on_cpu
+
+    def prices(self) -> Iterator[str]:
+        """Yield in words what a training by it gives up."""
+        if self.splits_matrices:
+            yield "activations cross the wire in every layer, and nothing is computed meanwhile"
+        elif self.strategy.offloads:
+            yield "each step waits for PCIe and the CPU"
+        elif self.strategy.shards_parameters:
+            if self.splits_rows:
+                yield (
+                    "each layer waits for the GPUs that share a row, and a step for its rows in "
+                    "turn"
+                )
+            yield "weights are gathered layer by layer, again in every micro-batch"
 
     # Jobs.
 
@@ -369,6 +418,16 @@ class Backend:
     def waiting_share(self, job: Job) -> float | None:
         """Return the bubble of a pipeline; None where no rank waits for another's layers."""
         return None
+
+    all_reduces: str = ""
+    """Why gradients are all-reduced where the papers reduce-scatter them, as a sentence."""
+
+    stays_gathered: str = "what is outside of the layers is not freed between forward and backward"
+    """Why weights are gathered less often than in the papers, as a sentence."""
+
+    def gathers(self) -> int:
+        """Return how often the papers gather the parameters in a micro-batch."""
+        return 2 if self.strategy.shards_parameters else 0
 
     def textbook(self, *, trained: int, everything: int, ranks: int) -> int:
         """Return the elements that the papers have a rank send in a step of one micro-batch.

@@ -26,12 +26,20 @@ from toolkit.backends.base import (
 )
 from toolkit.backends.launcher import mesh
 from toolkit.jobs import optimizers
-from toolkit.jobs.collective import SIZED, Collective
 from toolkit.jobs.config_options import ConfigOptions
 from toolkit.jobs.job import Job
 from toolkit.jobs.shape import ModelShape
-from toolkit.jobs.states import Held, StateBytes
-from toolkit.jobs.terms import FIRST, RUNNING, Interval, Term, product
+from toolkit.jobs.terms import (
+    FIRST,
+    RUNNING,
+    SIZED,
+    Collective,
+    Held,
+    Interval,
+    StateBytes,
+    Term,
+    product,
+)
 from toolkit.jobs.weights import COMPUTE_SIZE, Units, Weights, trained_units, units_of, weights_of
 from toolkit.strategies import COMPUTE_DTYPES, DTYPE_BYTES
 
@@ -43,6 +51,7 @@ class Fsdp2(Backend):
     wraps_layers = True
     shards_rows = True
     cutter = "FSDP2 shards"
+    all_reduces = "gradients are all-reduced between the replicas besides"
 
     def takes_replicas(self) -> bool:
         return self.strategy.replicas > 1
@@ -278,8 +287,11 @@ class Fsdp2(Backend):
             is_fused=job.optimizer != "adamw",
         )
 
+    def gathers(self) -> int:
+        return 2 if self.strategy.reshard_after_forward else 1
+
     def volume(self, trained: int, everything: int, ranks: int) -> int:
-        return (2 if self.strategy.reshard_after_forward else 1) * everything + trained
+        return self.gathers() * everything + trained
 
     def collectives(self, job: Job, tokens: int, rank: int) -> tuple[Collective, ...]:
         weights, shards = weights_of(job), job.shards
@@ -293,7 +305,7 @@ class Fsdp2(Backend):
         gradients = weights.trained.chunked(shards) * shards
         again += weights.adapters.chunked(shards) * shards
         again -= packed_savings(job, weights.packed.chunked(shards))
-        gathers = 2 if self.strategy.reshard_after_forward else 1
+        gathers = self.gathers()
         per_node = job.gpus // job.nodes
         units = job.model.layers + 2
         inside: dict[str, Any] = {

@@ -14,10 +14,9 @@ from functools import lru_cache, partial
 from typing import Final
 
 from toolkit.errors import UsageError
-from toolkit.jobs.collective import SIZED, Collective
 from toolkit.jobs.job import Job
 from toolkit.jobs.shape import ModelShape, Tensor
-from toolkit.jobs.terms import RUNNING, Interval, Term
+from toolkit.jobs.terms import RUNNING, SIZED, Collective, Interval, Term
 from toolkit.jobs.weights import COMPUTE_SIZE
 from toolkit.strategies import COMPUTE_DTYPES, DTYPE_BYTES
 

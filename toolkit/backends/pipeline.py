@@ -21,12 +21,10 @@ from toolkit.backends.schedules import SCHEDULES, Schedule, bubble, schedule_of
 from toolkit.backends.stages import costs_of, cut
 from toolkit.backends.whole import Single, Whole
 from toolkit.errors import UsageError
-from toolkit.jobs.collective import SIZED, Collective
 from toolkit.jobs.config_options import ConfigOptions
 from toolkit.jobs.job import Job
 from toolkit.jobs.shape import ModelShape, Tensor
-from toolkit.jobs.states import StateBytes
-from toolkit.jobs.terms import RUNNING, Interval, Term
+from toolkit.jobs.terms import RUNNING, SIZED, Collective, Interval, StateBytes, Term
 from toolkit.strategies import DTYPE_BYTES, STRATEGIES, ScheduleName, Strategy
 
 
@@ -43,6 +41,7 @@ class Pipeline(Whole):
 
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
+        self.takes_schedule = strategy.schedule != "one_at_a_time"
         if strategy.tensor > 1:  # what a rank has of a stage is part of every matrix
             self.cutter = "tensor parallelism splits"
             self.splits_matrices = self.shards_rows = True
@@ -205,11 +204,7 @@ class Pipeline(Whole):
             yield from exchanged(job, model, tokens)
             model = part_of_model(model, tensor)
         reduced = partial(
-            Collective,
-            kind="all_reduce",
-            purpose="gradients",
-            element_size=size,
-            dtype=SIZED[size],
+            Collective, kind="all_reduce", purpose="gradients", element_size=size, dtype=SIZED[size]
         )
         holders = holders_of_head(job) if job.model.tied else []
         if len(holders) > 1 and rank in holders:

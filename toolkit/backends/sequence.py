@@ -19,11 +19,10 @@ from toolkit.backends.launcher import mesh
 from toolkit.backends.zero import Zero3
 from toolkit.backends.zero_settings import zero_settings
 from toolkit.errors import UsageError
-from toolkit.jobs.collective import Collective
 from toolkit.jobs.config_options import ConfigOptions
 from toolkit.jobs.job import Job
 from toolkit.jobs.shape import ModelShape
-from toolkit.jobs.terms import BACK, FIRST, RUNNING, Interval, Term
+from toolkit.jobs.terms import BACK, FIRST, RUNNING, Collective, Interval, Term
 from toolkit.jobs.weights import COMPUTE_SIZE
 from toolkit.strategies import COMPUTE_DTYPES
 
@@ -32,6 +31,8 @@ class SplitRows(Backend):
     """What both have in common; how the states are sharded, a family beside it answers."""
 
     splits_rows = True
+    dimension: str
+    """Accelerate's name of the dimension of the mesh that rows are split over."""
 
     @property
     def least_ranks(self) -> int:
@@ -52,6 +53,10 @@ class SplitRows(Backend):
         if self.strategy.replicas > 1:
             return "is not proven with hybrid sharding (parallelism_config_dp_replicate_size)"
         return None
+
+    def launch_words(self, job: Job) -> list[str]:
+        size = str(self.strategy.sequence_size(job.gpus))
+        return [*super().launch_words(job), f"--parallelism_config_{self.dimension}_size", size]
 
     def check(self, job: Job) -> None:
         super().check(job)
@@ -102,6 +107,8 @@ class SplitRows(Backend):
 
 class Ring(SplitRows, Fsdp2):
     """`context`: keys and values go around; sharded as FSDP2."""
+
+    dimension = "cp"
 
     def sections(self, processes: int, options: ConfigOptions) -> dict[str, Any]:
         ranks = mesh(processes, context=self.strategy.sequence_size(processes))
@@ -158,6 +165,8 @@ class Ring(SplitRows, Fsdp2):
 
 class Ulysses(SplitRows, Zero3):
     """`ulysses`: ranks swap tokens for heads; sharded as ZeRO-3."""
+
+    dimension = "sp"
 
     def sections(self, processes: int, options: ConfigOptions) -> dict[str, Any]:
         return mesh(processes, sequence=self.strategy.sequence_size(processes))

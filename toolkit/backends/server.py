@@ -8,11 +8,9 @@ from typing import Any
 
 from toolkit.backends.launcher import mesh
 from toolkit.backends.whole import Whole
-from toolkit.jobs.collective import SIZED, Collective, Kind, Purpose
 from toolkit.jobs.config_options import ConfigOptions
 from toolkit.jobs.job import Job
-from toolkit.jobs.states import Held, StateBytes
-from toolkit.jobs.terms import Term, product
+from toolkit.jobs.terms import SIZED, Collective, Held, Kind, Purpose, StateBytes, Term, product
 from toolkit.jobs.weights import weights_of
 
 
@@ -20,6 +18,7 @@ class ParameterServer(Whole):
     """A server and its workers: gradients are pushed once a step."""
 
     has_key = False
+    has_server = True
     unsynced = "workers push once a step"
 
     def sections(self, processes: int, options: ConfigOptions) -> dict[str, Any]:

@@ -21,11 +21,9 @@ from toolkit.backends.matrices import (
     refuse_partial,
     summed_copy,
 )
-from toolkit.jobs.collective import Collective
 from toolkit.jobs.config_options import ConfigOptions
 from toolkit.jobs.job import Job
-from toolkit.jobs.states import StateBytes
-from toolkit.jobs.terms import Term
+from toolkit.jobs.terms import Collective, StateBytes, Term
 from toolkit.strategies import STRATEGIES
 
 
@@ -38,6 +36,7 @@ class Tensor(Fsdp2):
     splits_model = True
     splits_matrices = True
     cutter = "tensor parallelism splits"
+    all_reduces = ""
 
     def takes_replicas(self) -> bool:
         return False  # a tensor group is a replica

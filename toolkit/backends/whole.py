@@ -13,11 +13,18 @@ from typing import Any
 from toolkit.backends.base import Backend, on_gpu
 from toolkit.backends.launcher import mixed
 from toolkit.jobs import optimizers
-from toolkit.jobs.collective import SIZED, Collective
 from toolkit.jobs.config_options import ConfigOptions
 from toolkit.jobs.job import Job
-from toolkit.jobs.states import StateBytes
-from toolkit.jobs.terms import RUNNING, Interval, Phase, Term, product
+from toolkit.jobs.terms import (
+    RUNNING,
+    SIZED,
+    Collective,
+    Interval,
+    Phase,
+    StateBytes,
+    Term,
+    product,
+)
 from toolkit.jobs.weights import trained_units, weights_of
 from toolkit.strategies import DTYPE_BYTES
 
@@ -103,6 +110,9 @@ class Single(Whole):
         # Without the pin, a bare process on a box with two GPUs sees both, and the HF Trainer
         # quietly turns to nn.DataParallel.
         return {"gpu_ids": "0"} | mixed(options)
+
+    def ranks_among(self, usual: int) -> int:
+        return 1
 
     def ranks_problem(self, ranks: int) -> str | None:
         if ranks == 1:

@@ -44,11 +44,21 @@ from toolkit.backends.zero_settings import (
 )
 from toolkit.errors import UsageError
 from toolkit.jobs import optimizers
-from toolkit.jobs.collective import Collective, Kind
 from toolkit.jobs.config_options import ConfigOptions
 from toolkit.jobs.job import Job
-from toolkit.jobs.states import Held, StateBytes
-from toolkit.jobs.terms import BACK, RUNNING, Interval, Phase, Place, Term, product
+from toolkit.jobs.terms import (
+    BACK,
+    RUNNING,
+    Collective,
+    Held,
+    Interval,
+    Kind,
+    Phase,
+    Place,
+    StateBytes,
+    Term,
+    product,
+)
 from toolkit.jobs.weights import COMPUTE_SIZE, Tensors, Weights, units_of, weights_of
 from toolkit.strategies import COMPUTE_DTYPES, DTYPE_BYTES, DTYPES
 
@@ -66,13 +76,14 @@ class DeepSpeed(Backend):
     """All stages: the model is cast to the computing dtype, and the step is on fp32 masters."""
 
     distributed_type = "DEEPSPEED"
+    reads_json = True
     cutter = "DeepSpeed cuts"
     cuts_flat = True
+    all_reduces = "DeepSpeed all-reduces gradients where the paper reduce-scatters them"
+    stays_gathered = (
+        "ZeRO-3 keeps what stays below stage3_max_live_parameters between forward and backward"
+    )
     unsynced = "stage decides when gradients are reduced"
-
-    @property
-    def swaps_optimizer(self) -> bool:
-        return self.steps_on_cpu
 
     def launcher(
         self, processes: int, options: ConfigOptions, deepspeed_json: Path | None
@@ -94,6 +105,9 @@ class DeepSpeed(Backend):
             # The default, pdsh, would start the other machines from this one, by SSH.
             section["deepspeed_multinode_launcher"] = "standard"
         return ports(options) | {"deepspeed_config": section} | self.sections(processes, options)
+
+    def launch_words(self, job: Job) -> list[str]:
+        return ["--deepspeed_multinode_launcher", "standard"] if job.nodes > 1 else []
 
     def json_file(self, options: ConfigOptions) -> dict[str, Any]:
         return deepspeed_config(self.strategy, options)

@@ -8,8 +8,7 @@ from typing import Any, Final, TypedDict, cast
 from toolkit.errors import UsageError
 from toolkit.jobs.terms import Interval
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.memory.estimate import estimate_memory, step_peak
-from toolkit.planning.memory.states import state_bytes
+from toolkit.planning.memory.estimate import estimate_memory, state_bytes, step_peak
 from toolkit.planning.of_run import RunFacts, job_of
 from toolkit.planning.speed.traffic import collectives
 from toolkit.records.record import Model, Record

@@ -26,10 +26,7 @@ class ConfigFiles:
 
 
 def render_configs(
-    strategy: Strategy,
-    *,
-    deepspeed_json: Path | None = None,
-    options: ConfigOptions | None = None,
+    strategy: Strategy, *, deepspeed_json: Path | None = None, options: ConfigOptions | None = None
 ) -> tuple[str, str | None]:
     """Return the text of a strategy's YAML, and of its JSON where it has one."""
     import yaml
@@ -47,11 +44,7 @@ def render_configs(
 
 
 def write_configs(
-    strategy: Strategy,
-    folder: Path,
-    *,
-    options: ConfigOptions | None = None,
-    force: bool = False,
+    strategy: Strategy, folder: Path, *, options: ConfigOptions | None = None, force: bool = False
 ) -> ConfigFiles:
     """Write a strategy's files into a folder, with absolute paths inside.
 

@@ -59,7 +59,7 @@ def optimizer_problem(name: str, strategy: Strategy) -> str | None:
     if name not in (*EVERYWHERE, *OF_WHOLE_OR_FLAT, *OF_WHOLE):
         return f"--optim {name} is not known to train with the toolkit. {others}"
     backend = backend_of(strategy)
-    if backend.swaps_optimizer:
+    if backend.reads_json and backend.steps_on_cpu:
         if name in SWAPPED:
             return None
         return (

@@ -22,8 +22,13 @@ from toolkit.data.cache import build_once, changed_meanwhile, read_cached
 from toolkit.data.chat import brought, requested_template, shipped_templates
 from toolkit.data.flags import changed_flags
 from toolkit.data.sources import Source, training_source, unreadable_rows, validation_source
-from toolkit.data.tokenizer import check_size, load_tokenizer, tokenizer_identity
-from toolkit.data.tokens import digest, supervised_tokens
+from toolkit.data.tokens import (
+    check_size,
+    digest,
+    load_tokenizer,
+    supervised_tokens,
+    tokenizer_identity,
+)
 from toolkit.environment import cache_root
 from toolkit.errors import UsageError
 from toolkit.escaping import one_line
@@ -261,12 +266,7 @@ def _prepare(
         check_size(len(loaded), vocab_size, tokenizer)
         logger.info("Tokenising %s", one_line(source.name))
         job = Build(
-            arguments=arguments,
-            name=source.name,
-            tokenizer=loaded,
-            part=part,
-            limit=limit,
-            key=key,
+            arguments=arguments, name=source.name, tokenizer=loaded, part=part, limit=limit, key=key
         )
         scratch = folder / "raw"
         with unreadable_rows(source.name):

@@ -8,22 +8,24 @@ from pathlib import Path
 from typing import Final, cast
 
 from toolkit.causes.diagnosis import (
+    LOG_FILE,
     LOST,
     OUT_OF_MEMORY,
     SLOW_SHARE,
     UNKNOWN,
     Diagnosis,
+    diagnose_run,
     doubts,
+    read_log,
     slow_causes,
 )
 from toolkit.causes.failures import Log
-from toolkit.causes.from_files import LOG_FILE, diagnose_run, read_log
 from toolkit.causes.table import cause_named
 from toolkit.comparing.predicted import expect
 from toolkit.comparing.report.row_facts import baseline, measured, ratio
 from toolkit.comparing.report.words import size, size_between
-from toolkit.comparing.run.achieved import gpus_of
 from toolkit.comparing.run.folders import run_names
+from toolkit.comparing.run.rows import gpus_of
 from toolkit.doctor.finding import Finding, fail, ok, warn
 from toolkit.errors import UsageError
 from toolkit.launching.processes import is_alive

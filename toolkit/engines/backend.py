@@ -6,11 +6,17 @@ entry in each of the functions below.
 Checked against torch 2.11 to 2.15, accelerate 1.15 and deepspeed 0.19. DeepSpeed has no public way
 to its partitions (DeepSpeed#3367 asks for one), so their names stand in this room and nowhere else;
 tests/test_every_strategy.py, which counts every byte, fails when they move.
+
+Forwards between two optimizer steps leave no trace in the training: modes, torch's random numbers
+and an engine's memory of its last passes are restored, so losses and collectives of the next step
+equal those of a training without such forwards.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -126,3 +132,34 @@ def strategy_of_plugins(deepspeed: Any, fsdp: Any, parallelism: Any = None) -> S
         environ=os.environ,
         replicas=replicas,
     )
+
+
+class NotBetweenSteps(RuntimeError):
+    """A forward was requested while gradients of an open step wait in the model."""
+
+
+@contextmanager
+def side_effect_free(accelerator: Any, model: Any) -> Iterator[None]:
+    """Let the wrapped model run forward without gradients and dropout; every rank calls it.
+
+    Raises:
+        NotBetweenSteps: gradients are being accumulated.
+    """
+    if not accelerator.sync_gradients:
+        raise NotBetweenSteps(
+            "The model can be evaluated between two optimizer steps, not while gradients of one "
+            "are being accumulated."
+        )
+    modes = [(module, module.training) for module in model.modules()]
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    model.eval()
+    try:
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices=devices),
+            backend_of(model).preserve_engine_state(),
+        ):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

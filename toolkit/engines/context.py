@@ -92,10 +92,6 @@ def wrap(
     mesh: Any = accelerator.torch_device_mesh
     setattr(wrapped, _MESH, mesh["cp"])
     backend = Context(wrapped)
-    rows = rows_of_rank(
-        accelerator,
-        loader,
-        data_parallel_size=backend.data_parallel_size(),
-        data_parallel_rank=backend.data_parallel_rank(),
-    )
+    place, ranks = backend.data_parallel_rank(), backend.data_parallel_size()
+    rows = rows_of_rank(accelerator, loader, place=place, of=ranks)
     return wrapped, optimizer, rows

@@ -30,14 +30,7 @@ from toolkit.engines.hooks import Undo, wrap_method
 from toolkit.engines.optimizers import optimizer_of
 from toolkit.engines.pipelining.running import MESH, Pipeline
 from toolkit.engines.tensor_parallel import group_by_mesh, ranks_along
-from toolkit.engines.tensors import (
-    gathered,
-    like_part,
-    local,
-    put_part,
-    shard_of,
-    sum_of_squares,
-)
+from toolkit.engines.tensors import gathered, like_part, local, put_part, shard_of, sum_of_squares
 from toolkit.engines.wrapped import (
     Wrapped,
     amp_precision,
@@ -138,12 +131,8 @@ def wrap(
     setattr(model, _GROUPS, _names_by_part(optimizer, parts_of, groups, held))
     # Accelerate's own would take the norm of this rank's stages alone.
     vars(accelerator)["clip_grad_norm_"] = lambda _, limit: pipeline.clip(limit)
-    rows = rows_of_rank(
-        accelerator,
-        loader,
-        data_parallel_size=pipeline.size("data"),
-        data_parallel_rank=pipeline.place("data"),
-    )
+    place, ranks = pipeline.place("data"), pipeline.size("data")
+    rows = rows_of_rank(accelerator, loader, place=place, of=ranks)
     return model, accelerator.prepare_optimizer(optimizer), rows
 
 
@@ -281,13 +270,10 @@ class Pipelined(Backend):
         if here.is_meta:
             here = torch.empty_like(here, device=self._pipeline.device)
         numbers = gathered(here).contiguous().clone()
-        holder, group = self._holder_of(parameter), self._pipeline.group
-        dist.broadcast(numbers, group_src=holder, group=group)
+        # The first rank of a pipeline that has the parameter speaks for it.
+        holder, *_ = self._cut.holders[self._whole_names[id(parameter)]]
+        dist.broadcast(numbers, group_src=holder, group=self._pipeline.group)
         return numbers
-
-    def _holder_of(self, parameter: Parameter) -> int:
-        """Return the rank of a pipeline that speaks for a parameter of `full_parameters`."""
-        return self._cut.holders[self._whole_names[id(parameter)]][0]
 
     @cached_property
     def _whole_names(self) -> dict[int, str]:

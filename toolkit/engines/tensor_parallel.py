@@ -95,16 +95,13 @@ class TensorParallel(FSDP2):
         of_groups: dict[str, Any] = super().actual_settings(accelerator) if self._has_groups else {}
         return of_groups | {
             "wrapper": "FSDPModule" if self._has_groups else "none",
-            "model_split_by": split_by(accelerator, tensor=self._sharing()),
+            "model_split_by": split_by(accelerator, tensor=ranks_along(self._model, "tp")),
             "precision": amp_precision(accelerator),
         }
 
     @property
     def _has_groups(self) -> bool:
         return isinstance(self._model, FSDPModule)
-
-    def _sharing(self) -> int:
-        return ranks_along(self._model, "tp")
 
     def reduce_dtype(self) -> torch.dtype | None:
         return super().reduce_dtype() if self._has_groups else None
@@ -151,12 +148,8 @@ def wrap(
         # Found by `Accelerator.accumulate`, as DDP's method of this name.
         wrapped.no_sync = lambda: _unreduced(model)
     vars(accelerator)["clip_grad_norm_"] = _Clipping(accelerator)
-    rows = rows_of_rank(
-        accelerator,
-        loader,
-        data_parallel_size=backend.data_parallel_size(),
-        data_parallel_rank=backend.data_parallel_rank(),
-    )
+    place, ranks = backend.data_parallel_rank(), backend.data_parallel_size()
+    rows = rows_of_rank(accelerator, loader, place=place, of=ranks)
     return wrapped, accelerator.prepare_optimizer(optimizer), rows
 
 

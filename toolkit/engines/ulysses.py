@@ -135,12 +135,8 @@ def wrap(
     engine, optimizer = accelerator.prepare(model, optimizer)
     setattr(engine, _ATTENTION, _registered(engine))
     backend = Ulysses(engine)
-    rows = rows_of_rank(
-        accelerator,
-        loader,
-        data_parallel_size=backend.data_parallel_size(),
-        data_parallel_rank=backend.data_parallel_rank(),
-    )
+    place, ranks = backend.data_parallel_rank(), backend.data_parallel_size()
+    rows = rows_of_rank(accelerator, loader, place=place, of=ranks)
     return engine, optimizer, rows
 
 

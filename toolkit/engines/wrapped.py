@@ -43,10 +43,8 @@ def keep_mesh_from_accelerate() -> None:
     os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
 
 
-def rows_of_rank(
-    accelerator: Accelerator, loader: Any, *, data_parallel_size: int, data_parallel_rank: int
-) -> Any:
-    """Return a data loader with the rows of one data-parallel rank, which several ranks may share.
+def rows_of_rank(accelerator: Accelerator, loader: Any, *, place: int, of: int) -> Any:
+    """Return a data loader with the rows of data-parallel rank `place`, which ranks may share.
 
     `Accelerator.prepare` takes each rank for a data-parallel rank of its own.
     """
@@ -55,8 +53,8 @@ def rows_of_rank(
     return prepare_data_loader(
         loader,
         accelerator.device,
-        num_processes=data_parallel_size,
-        process_index=data_parallel_rank,
+        num_processes=of,
+        process_index=place,
         put_on_device=True,
         rng_types=[*(accelerator.rng_types or ())],
         even_batches=accelerator.even_batches,

@@ -51,7 +51,6 @@ def launch_command(
     *,
     num_processes: int | None = None,
     gpu_ids: str | None = None,
-    port: int = 0,
 ) -> list[str]:
     """Return the `accelerate launch` line, as arguments that need no PATH.
 
@@ -60,10 +59,10 @@ def launch_command(
         script: A script or `-m module`, then its arguments.
         num_processes: Replaces the config file's number.
         gpu_ids: Replaces the config file's; `all` leaves CUDA_VISIBLE_DEVICES as it is.
-        port: Where the ranks meet. With 0 Accelerate takes a free one right before it is used,
-            so the same line can run twice at once; a single process ignores it.
     """
-    options = ["--config_file", str(config_file), "--main_process_port", str(port)]
+    # With port 0 Accelerate takes a free one right before it is used, so the same line can run
+    # twice at once; a single process ignores it.
+    options = ["--config_file", str(config_file), "--main_process_port", "0"]
     if num_processes is not None:
         options += ["--num_processes", str(num_processes)]
     if gpu_ids is not None:

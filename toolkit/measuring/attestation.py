@@ -124,9 +124,10 @@ class Requested:
             "sync_each_batch": self.sync_each_batch,
             **(self.optimizer_settings or {}),
         }
-        if backends.backend_of(self.strategy).unsynced:
+        backend = backends.backend_of(self.strategy)
+        if backend.unsynced:
             del facts["sync_each_batch"]
-        if self.strategy.has_server:
+        if backend.has_server:
             del facts["optimizer_fraction"]
             facts["optimizer_fractions"] = [1.0] + [0.0] * (self.num_processes - 1)
         if self.strategy.offload_optimizer == "nvme":

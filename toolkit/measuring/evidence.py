@@ -23,13 +23,7 @@ from safetensors import safe_open
 from toolkit.engines.backend import backend_of
 from toolkit.engines.hooks import replace_method
 from toolkit.engines.optimizers import optimizer_of, pending_scale
-from toolkit.engines.tensors import (
-    elements_of,
-    local,
-    number,
-    shape_of,
-    sharded_fraction,
-)
+from toolkit.engines.tensors import elements_of, local, number, shape_of, sharded_fraction
 from toolkit.measuring.attestation import gather_objects
 from toolkit.records.evidence import (
     AFTER_FILE,
@@ -361,8 +355,7 @@ class EvidenceKeeper:
                 "before_agree": None if self._sharded else _agree(ranks, "before_digest"),
                 "clipping": clipping,
                 "optimizer": Optimizer(
-                    name=type(optimizer_of(self._optimizer)).__name__,
-                    groups=step.groups,
+                    name=type(optimizer_of(self._optimizer)).__name__, groups=step.groups
                 ),
             },
         )

@@ -30,22 +30,15 @@ from toolkit.launching import forking
 from toolkit.launching.processes import age_seconds
 from toolkit.launching.progress import progressed
 from toolkit.launching.status import StatusFile
-from toolkit.measuring import (
-    attestation,
-    gradients,
-    machines,
-    memory,
-    replica_checks,
-    traffic,
-)
+from toolkit.measuring import attestation, gradients, machines, memory, replica_checks, traffic
 from toolkit.measuring.attestation import Mismatch, Refused, Requested, gather_objects
 from toolkit.measuring.clock import Clock
 from toolkit.measuring.evidence import EvidenceKeeper
 from toolkit.measuring.guards import say_on_rank_0
 from toolkit.measuring.heartbeat import Heartbeat
 from toolkit.measuring.merging import merge
-from toolkit.measuring.order_check import OrderCheck
 from toolkit.measuring.peak import COMPILED, PeakLedger
+from toolkit.measuring.replica_checks import OrderCheck
 from toolkit.records.fields import unmeasured
 from toolkit.records.json_files import json_line
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from toolkit import backends
 from toolkit.configs.requested import (
     LAUNCHER,
     accumulation_dtype,
@@ -35,11 +36,10 @@ from toolkit.engines.tensors import is_spread
 from toolkit.errors import UsageError
 from toolkit.launching.progress import progressed
 from toolkit.launching.ranks import rank, say
-from toolkit.measuring.added_means import judging_loss
 from toolkit.measuring.attestation import Refused, Requested
 from toolkit.measuring.between_ranks import FAILED, exchange, notes, refusals
 from toolkit.measuring.forwards import LearnedRows, Products
-from toolkit.measuring.observed import Observed, sums_at_start
+from toolkit.measuring.observed import Observed, judging_loss, sums_at_start
 from toolkit.measuring.recorder import Recorder
 from toolkit.measuring.stepped import Stepped
 from toolkit.strategies import COMPUTE_DTYPES, Strategy
@@ -58,7 +58,7 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
 
     launched = dict(os.environ)  # a script may change it
     strategy = requested_strategy(launched)
-    if strategy.splits_rows:
+    if backends.backend_of(strategy).splits_rows:
         # A script opens the split around each of its forwards, where no attestation sees it.
         raise UsageError(
             f"{strategy.name} splits rows over ranks, and whether a script of your own does so in "

@@ -101,9 +101,7 @@ class Optimizers:
     """All optimizers that step between `start` and `close`, in the order of their first steps."""
 
     def __init__(
-        self,
-        is_inside: Callable[[torch.optim.Optimizer], bool],
-        stepped: Callable[[Stepped], None],
+        self, is_inside: Callable[[torch.optim.Optimizer], bool], stepped: Callable[[Stepped], None]
     ) -> None:
         """Take two callbacks.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from toolkit.configs.optimizers import optimizer_problem
@@ -80,12 +81,8 @@ def qlora_problem(model: ModelShape) -> str | None:
     )
 
 
-def _flash(job: PlannedJob) -> dict[str, Any]:
-    return {"attention": "flash"} if job.attention == "eager" else {}
-
-
 def _chunked_loss(job: PlannedJob) -> dict[str, Any]:
-    whole = job.strategy.tensor == 1  # it multiplies with the head's matrix itself
+    whole = not job.backend.splits_matrices  # it multiplies with the head's matrix itself
     if job.chunked_loss or not whole or job.model.architecture not in PROVEN_MODELS:
         return {}
     return {"chunked_loss": True, "loss_chunk_tokens": CHUNK_TOKENS}
@@ -97,27 +94,11 @@ def _bucket_view(job: PlannedJob) -> dict[str, Any]:
     return {"gradient_as_bucket_view": True} if has_place and not job.gradients_in_buckets else {}
 
 
-def _sync_each_batch(job: PlannedJob) -> dict[str, Any]:
-    return {"sync_each_batch": True} if job.sync_saves_memory else {}
-
-
-def _selective(job: PlannedJob) -> dict[str, Any]:
-    return {"checkpointing": "selective"} if job.checkpointing == "none" else {}
-
-
-def _checkpointing(job: PlannedJob) -> dict[str, Any]:
-    return {} if job.checkpointing == "full" else {"checkpointing": "full"}
-
-
 _IN_8_BITS: dict[Optimizer, Optimizer] = {
     "adamw": "adamw_8bit",
     "adamw_fused": "adamw_8bit",
     "paged_adamw": "paged_adamw_8bit",
 }
-
-
-def _eight_bit(job: PlannedJob) -> dict[str, Any]:
-    return _optimizer(job, _IN_8_BITS)
 
 
 _PAGED: dict[Optimizer, Optimizer] = {
@@ -127,17 +108,12 @@ _PAGED: dict[Optimizer, Optimizer] = {
 }
 
 
-def _paged(job: PlannedJob) -> dict[str, Any]:
-    return _optimizer(job, _PAGED)
-
-
-def _optimizer(job: PlannedJob, others: Mapping[Optimizer, Optimizer]) -> dict[str, Any]:
+def _optimizer(others: Mapping[Optimizer, Optimizer], job: PlannedJob) -> dict[str, Any]:
     optimizer = others.get(job.optimizer)
     if optimizer is None or job.method != "full" or job.backend.steps_on_cpu:
         return {}
-    return (
-        {} if optimizer_problem(OPTIM_FLAGS[optimizer], job.strategy) else {"optimizer": optimizer}
-    )
+    problem = optimizer_problem(OPTIM_FLAGS[optimizer], job.strategy)
+    return {} if problem else {"optimizer": optimizer}
 
 
 def _bf16_weights(job: PlannedJob) -> dict[str, Any]:
@@ -147,16 +123,16 @@ def _bf16_weights(job: PlannedJob) -> dict[str, Any]:
     return {"dtype": "bfloat16"} if has_place and mixed else {}
 
 
-def _lora(job: PlannedJob) -> dict[str, Any]:
-    return {"method": "lora"} if job.method == "full" else {}
-
-
 def _qlora(job: PlannedJob) -> dict[str, Any]:
     has_place = job.method != "qlora" and not job.backend.splits_rows
     return {"method": "qlora"} if has_place and not qlora_problem(job.model) else {}
 
 
-FLASH: Final = Lever("flash attention", "nothing: it is faster too", _flash)
+FLASH: Final = Lever(
+    "flash attention",
+    "nothing: it is faster too",
+    lambda job: {"attention": "flash"} if job.attention == "eager" else {},
+)
 CHUNKED_LOSS: Final = Lever(
     "chunked loss", "nothing: the logits are never held whole", _chunked_loss
 )
@@ -164,26 +140,32 @@ BUCKET_VIEW: Final = Lever("gradients in DDP's buckets", "nothing", _bucket_view
 SYNC_EACH_BATCH: Final = Lever(
     "gradients synchronised at every micro-batch",
     "gradients cross the wire in every micro-batch, not once a step",
-    _sync_each_batch,
+    lambda job: {"sync_each_batch": True} if job.sync_saves_memory else {},
 )
 SELECTIVE: Final = Lever(
     "selective checkpointing",
     "each layer's work between its matrix products is done twice",
-    _selective,
+    lambda job: {"checkpointing": "selective"} if job.checkpointing == "none" else {},
 )
 CHECKPOINTING: Final = Lever(
     "activation checkpointing",
     "about a third more computing: each layer runs forward twice",
-    _checkpointing,
+    lambda job: {} if job.checkpointing == "full" else {"checkpointing": "full"},
 )
 PAGED_STATES: Final = Lever(
-    "paged AdamW", "each step moves the states over PCIe, and it needs host RAM", _paged
+    "paged AdamW",
+    "each step moves the states over PCIe, and it needs host RAM",
+    partial(_optimizer, _PAGED),
 )
 EIGHT_BIT_STATES: Final = Lever(
-    "8-bit AdamW", "optimizer states are rounded to 8 bits, block by block", _eight_bit
+    "8-bit AdamW",
+    "optimizer states are rounded to 8 bits, block by block",
+    partial(_optimizer, _IN_8_BITS),
 )
 LORA: Final = Lever(
-    "LoRA", "adapters are trained, not the model: they may learn less from much data", _lora
+    "LoRA",
+    "adapters are trained, not the model: they may learn less from much data",
+    lambda job: {"method": "lora"} if job.method == "full" else {},
 )
 QLORA: Final = Lever(
     "QLoRA",

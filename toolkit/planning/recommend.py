@@ -280,18 +280,11 @@ def _option(
 
 def _given_up(candidate: Candidate) -> Iterator[str]:
     yield from (lever.price for lever in candidate.levers if not lever.is_free)
-    strategy = candidate.job.strategy
-    share = candidate.job.backend.waiting_share(candidate.job)
+    backend = candidate.job.backend
+    share = backend.waiting_share(candidate.job)
     if share is not None:
         yield f"each GPU waits for the others {share:.0%} of the time, by slots"
-    if strategy.tensor > 1:
-        yield "activations cross the wire in every layer, and nothing is computed meanwhile"
-    elif strategy.offloads:
-        yield "each step waits for PCIe and the CPU"
-    elif strategy.shards_parameters:
-        if strategy.splits_rows:
-            yield "each layer waits for the GPUs that share a row, and a step for its rows in turn"
-        yield "weights are gathered layer by layer, again in every micro-batch"
+    yield from backend.prices()
 
 
 def _rate(candidate: Candidate, search: Search, options: RecommendOptions) -> LearningRate:
@@ -336,10 +329,7 @@ def _other_methods(search: Search, options: RecommendOptions) -> Iterator[Remedy
 
 
 def _left_out(
-    search: Search,
-    model: ModelShape,
-    looked_at: Sequence[Candidate],
-    options: RecommendOptions,
+    search: Search, model: ModelShape, looked_at: Sequence[Candidate], options: RecommendOptions
 ) -> Iterator[str]:
     """Yield what was not looked at, and why."""
     names = [

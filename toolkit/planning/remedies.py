@@ -161,7 +161,7 @@ def _next_stage(job: PlannedJob, room: Room) -> Changed | None:
     changed = _first_that_fits(job, STAGES[sharded + 1 :], room)
     gathers = changed.strategy.shards_parameters
     cost = "half as many bytes again on the wire" if gathers else "little: the same bytes, later"
-    if strategy.has_server:
+    if job.backend.has_server:
         cost = "each rank gathers the weights twice in a micro-batch, and rank 0 is no bottleneck"
     return Changed(changed.strategy.name, cost, changed, room)
 

@@ -108,9 +108,7 @@ def grid(
         [column.name for column in shown],
         [[_shown(lines[column][number]) for column in shown] for number in range(len(items))],
         missing_lines(
-            missing,
-            items=len(items) if says_every else 0,
-            columns=len(columns) if says_all else 0,
+            missing, items=len(items) if says_every else 0, columns=len(columns) if says_all else 0
         ),
         names=len(naming),
         words=words,

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch.nn.modules.dropout import _DropoutNd
 
-from toolkit.engines.side_effect_free import side_effect_free
+from toolkit.engines.backend import side_effect_free
 from toolkit.engines.wrapped import Wrapped
 from toolkit.measuring.recorder import Recorder
 from toolkit.training.observers import Observer

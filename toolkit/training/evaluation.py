@@ -18,8 +18,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from toolkit.data.sampling_order import validation_rows
-from toolkit.engines.backend import backend_of
-from toolkit.engines.side_effect_free import side_effect_free
+from toolkit.engines.backend import backend_of, side_effect_free
 from toolkit.engines.wrapped import Wrapped
 from toolkit.launching.progress import progressed
 from toolkit.measuring.recorder import Recorder

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from toolkit.engines.backend import backend_of
-from toolkit.engines.side_effect_free import side_effect_free
+from toolkit.engines.backend import backend_of, side_effect_free
 from toolkit.engines.wrapped import Wrapped
 from toolkit.files import write_text
 from toolkit.launching.progress import progressed

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from transformers.trainer_utils import IntervalStrategy
 
+from toolkit.backends import backend_of
 from toolkit.checkpoints.resuming import Resumed, differences, find_checkpoint
 from toolkit.data.sampling_order import count_steps, training_rows
-from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.tokens import load_tokenizer
 from toolkit.engines.backend import spec_of
 from toolkit.engines.deepspeed_config import checked_deepspeed_config, use_deepspeed_config
 from toolkit.errors import UsageError
@@ -119,7 +120,7 @@ def checked_job(own: OwnArguments) -> Job:
         trust_remote_code=own.model.trust_remote_code,
         chat_template=request.data.chat_template(),
     )
-    deepspeed_changes = _fit_deepspeed(request, values) if strategy.reads_deepspeed_json else []
+    deepspeed_changes = _fit_deepspeed(request, values) if backend_of(strategy).reads_json else []
     micro_batches = values["gradient_accumulation_steps"]
     ranks = launch.data_parallel_size or 1
     global_batch = values["per_device_train_batch_size"] * micro_batches * ranks

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments, get_schedu
 from transformers.trainer_pt_utils import get_parameter_names
 
 from toolkit.checkpoints.resuming import Resumed
-from toolkit.checkpoints.states import read_random_state, read_states
+from toolkit.checkpoints.saver import read_random_state, read_states
 from toolkit.data.packing import keep_texts_apart
 from toolkit.engines.backend import backend_of, wrap
 from toolkit.engines.masters import clip_in_fp32, moments_of, stepping_on_masters

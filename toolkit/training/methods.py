@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.backends import backend_of
 from toolkit.environment import check_installed
 from toolkit.errors import UsageError, sentence_of
+from toolkit.planning.levers import MOST_UNPACKED
 from toolkit.strategies import COMPUTE_DTYPES
 from toolkit.training.arguments import ModelArguments
 from toolkit.training.method_arguments import ALL_LINEAR, MethodArguments
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 
     from toolkit.strategies import Strategy
     from toolkit.training.model import ModelFacts
-
-MOST_UNPACKED = 0.5
-"""The largest part of a model's weights that --method qlora may leave unpacked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +83,7 @@ class Method:
 
 
 def checked_method(
-    arguments: MethodArguments,
-    model: ModelArguments,
-    facts: ModelFacts,
-    *,
-    precision: str,
+    arguments: MethodArguments, model: ModelArguments, facts: ModelFacts, *, precision: str
 ) -> Method:
     """Return the method for a model that computes in `precision`: `no` (fp32), `bf16` or `fp16`.
 
@@ -156,7 +150,7 @@ def check_strategy(method: Method, strategy: Strategy, *, precision: str) -> Non
             f"--method {method.arguments.method} attaches adapters to whole matrices, and "
             f"{strategy.name} splits them. Use fsdp, zero3 or ddp, or --method full."
         )
-    if method.arguments.is_full or not strategy.reads_deepspeed_json:
+    if method.arguments.is_full or not backend_of(strategy).reads_json:
         return
     if precision == "no" and method.dtype != "float32":
         raise UsageError(

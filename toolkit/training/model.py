@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.built_in import standard_library_hash, standard_library_texts
 from toolkit.data.cache import build_once
 from toolkit.data.dataset import TokenDataset
+from toolkit.data.sources import standard_library_hash, standard_library_texts
 from toolkit.environment import cache_root
 from toolkit.errors import UsageError, sentence_of
 from toolkit.training.arguments import ModelArguments

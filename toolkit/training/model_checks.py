@@ -94,7 +94,8 @@ def check_split(
     Raises:
         UnfitModelError: it has no plan for that, or sizes that don't divide.
     """
-    if not backend_of(strategy).splits_matrices:
+    backend = backend_of(strategy)
+    if not backend.splits_matrices:
         return
     from transformers import AutoConfig
 
@@ -102,7 +103,7 @@ def check_split(
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     # Nothing is sharded beside the tensor groups of a pipeline.
-    groups = max(1, num_processes // strategy.tensor) if strategy.schedule is None else 1
+    groups = max(1, num_processes // strategy.tensor) if not backend.in_stages else 1
     shards = groups // strategy.on_ranks(num_processes).replicas
     if problem := plan_problem(config, strategy.tensor, shards):
         raise UnfitModelError(

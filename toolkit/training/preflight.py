@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 from toolkit.backends import backend_of
 from toolkit.data.dataset import shown_rows
 from toolkit.data.flags import plain_value
-from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.tokens import load_tokenizer
 from toolkit.strategies import Strategy, get_strategy, with_tensor_size
 from toolkit.training.flags import checked_flags
 from toolkit.training.methods import meta_model

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from toolkit.backends import backend_of
 from toolkit.checkpoints.resume_request import ResumeRequest, requested_checkpoint
 from toolkit.configs.accelerate import check_num_processes
 from toolkit.configs.optimizers import missing_package, optimizer_problem
@@ -410,7 +411,7 @@ def _check_server(
     folder: str,
     num_processes: int | None,
 ) -> None:
-    if not strategy.has_server:
+    if not backend_of(strategy).has_server:
         return
     if num_processes is not None:
         check_num_processes(strategy, num_processes)

@@ -1,4 +1,7 @@
-"""A run, from a checked job to its record: the model is loaded, trained under an engine, saved."""
+"""A run, from a checked job to its record: the model is loaded, trained under an engine, saved.
+
+Also its recorder, and the facts of its record that are known before the first step.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,27 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import PrinterCallback, ProgressCallback
+from transformers import PrinterCallback, ProgressCallback, TrainingArguments
 
 from toolkit import environment
+from toolkit.backends import backend_of
 from toolkit.checkpoints.preemption import Preempted, Preemption
 from toolkit.checkpoints.saver import CheckpointSaver, losses_before, steps_between
+from toolkit.configs.requested import (
+    read_deepspeed_config,
+    requested_accumulation_dtype,
+    requested_processes,
+    requests_checkpointing,
+)
 from toolkit.data.cache import check_seconds
-from toolkit.data.flags import typed_flags
+from toolkit.data.flags import plain_value, typed_flags
 from toolkit.data.sampling_order import Collator, count_trained
 from toolkit.engines import parameter_server
+from toolkit.engines.masters import MasterAdamW
 from toolkit.engines.pipeline import ask_for
 from toolkit.engines.tensor_parallel import claim_mesh
 from toolkit.engines.wrapped import Wrapped
@@ -28,25 +40,29 @@ from toolkit.launching.ranks import rank, say
 from toolkit.launching.status import REQUEST_FILE, STATUS_DIR, StatusFile
 from toolkit.launching.step_lines import Display, StepLines
 from toolkit.measuring import memory
-from toolkit.measuring.attestation import Refused
+from toolkit.measuring.attestation import Refused, Requested
+from toolkit.measuring.evidence import EvidenceKeeper
+from toolkit.measuring.heartbeat import heartbeat_for
 from toolkit.measuring.recorder import Recorder
-from toolkit.records.json_files import write_json
-from toolkit.records.record import RECORD_FILE, STARTING_ADAPTER
+from toolkit.records.json_files import SCHEMA, write_json
+from toolkit.records.record import RECORD_FILE, STARTING_ADAPTER, STEPS_FILE
 from toolkit.records.summary import Summary, last_words
+from toolkit.strategies import Strategy
 from toolkit.training.adapters import load_for
+from toolkit.training.arguments import syncs_each_batch
 from toolkit.training.card import card_of_run
 from toolkit.training.dropout import RandomForwards, turn_off
 from toolkit.training.evaluation_observer import BeforeAndAfter
-from toolkit.training.fingerprint import facts_of_job
+from toolkit.training.fingerprint import facts_of_job, facts_of_run
 from toolkit.training.job import Job, check_fillers
 from toolkit.training.loop import train_loop
 from toolkit.training.observers import Observer
 from toolkit.training.pipelines import pipeline_request
 from toolkit.training.rows_without_labels import check_rows_without_labels
-from toolkit.training.run_record import described, recorder_of, request_facts
 from toolkit.training.saving import save_model
 from toolkit.training.speed import Speed
 from toolkit.training.speed.attention import choose_kernels
+from toolkit.training.speed_arguments import ADAMW, checkpoints_by_flag
 from toolkit.training.tracking import keep_local
 from toolkit.training.trainer import ToolkitTrainer
 
@@ -93,9 +109,7 @@ def train(job: Job, status: StatusFile) -> None:
         seed=job.args.seed,
         start=output_dir / STARTING_ADAPTER if rank() == 0 else None,
         split=claim_mesh(
-            job.strategy,
-            job.request.launch.num_processes or 1,
-            precision=job.args.mixed_precision,
+            job.strategy, job.request.launch.num_processes or 1, precision=job.args.mixed_precision
         ),
     )
     if own.run.dropout == "off":
@@ -111,12 +125,11 @@ def train(job: Job, status: StatusFile) -> None:
     check_rows_without_labels(job, model)
     if (pipeline := pipeline_request(job.strategy, own)) is not None:
         ask_for(model, pipeline)
-    if job.strategy.has_server:
+    if backend_of(job.strategy).has_server:
         parameter_server.ask_for(model)
     collate = speed.collating(
         Collator(
-            pad_token_id=job.pad_token_id,
-            multiple=job.strategy.row_multiple(job.args.world_size),
+            pad_token_id=job.pad_token_id, multiple=job.strategy.row_multiple(job.args.world_size)
         )
     )
     recorder = recorder_of(job, status, speed)
@@ -355,3 +368,145 @@ def _preemptible(saver: CheckpointSaver, status: StatusFile) -> Generator[None]:
     except Preempted as error:
         status.preempted(str(error))
         raise
+
+
+_SAME_NAME: Final = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "seed",
+    "learning_rate",
+    "max_grad_norm",
+    "weight_decay",
+)
+"""Fields of a record's `training` that are named like their flags."""
+
+
+def recorder_of(job: Job, status: StatusFile, speed: Speed) -> Recorder:
+    """Return the recorder of a run; it refuses the run unless the job's request engages."""
+    args, own = job.args, job.own
+    moments = speed.on.get("bf16_weights", {}).get("moments")
+    requested = Requested(
+        strategy=job.strategy,
+        num_processes=requested_processes(os.environ),
+        precision=args.mixed_precision,
+        gradient_clipping=float(args.max_grad_norm or 0),
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        sync_each_batch=syncs_each_batch(args),
+        optimizer_classes=_optimizer_classes(job.strategy, plain_value(args.optim))
+        if moments is None
+        else (MasterAdamW.__name__,),
+        accumulation_dtype=requested_accumulation_dtype(os.environ),
+        activation_checkpointing=_checkpoints_all_layers(job, speed)
+        or bool(speed.on.get("checkpoint_layers")),
+        optimizer_settings=optimizer_settings(args),
+        dtype=job.request.method.trained_dtype,
+        moments=moments,
+    )
+    evidence = None
+    if own.run.evidence is not None:
+        weights = own.run.evidence_weights
+        evidence = EvidenceKeeper(
+            Path(own.run.evidence),
+            step=own.run.evidence_step,
+            weights=None if weights is None else Path(weights),
+            strategy=job.strategy.name,
+            engine=own.run.engine,
+            precision=args.mixed_precision,
+        )
+    return Recorder(
+        requested,
+        rehearsal=job.request.launch.rehearsal,
+        notes=job.deepspeed_changes,
+        steps_file=job.output_dir / STEPS_FILE,
+        status=status,
+        evidence=evidence,
+        heartbeat=heartbeat_for(
+            own.guards.guards,
+            grad_norm_factor=own.guards.guard_grad_norm,
+            slow_rank=own.guards.guard_slow_rank,
+            checkpoints=job.output_dir,
+        ),
+    )
+
+
+def described(job: Job, speed: Speed) -> dict[str, Any]:
+    """Return the part of the record that is known before the first step."""
+    args, own, request = job.args, job.own, job.request
+    return {
+        "schema": SCHEMA,
+        "strategy": job.strategy.name,
+        "engine": own.run.engine,
+        "precision": args.mixed_precision,
+        "status": "ok",
+        "reason": None,
+        "model": {
+            "name": request.model_name,
+            "path": request.model.path,
+            "parameters": request.model.parameters,
+            "trained_parameters": request.method.trained_parameters,
+        },
+        "data": request.data.facts(),
+        "training": {name: getattr(args, name) for name in _SAME_NAME}
+        | {
+            "global_batch_size": job.global_batch_size,
+            "max_steps": job.last_step,
+            "throughput_steps": own.run.throughput_steps,
+            "scale_lr": own.run.scale_lr,
+            "base_batch_size": own.run.base_batch_size,
+            "max_length": own.data.length,
+            "optimizer": plain_value(args.optim),
+            "activation_checkpointing": _checkpoints_all_layers(job, speed),
+            "lr_scheduler_type": plain_value(args.lr_scheduler_type),
+            "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
+            "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled(),
+            "speed": speed.facts(args),
+        }
+        | request.training_facts(),
+        "resumed": None if job.resumed is None else job.resumed.facts(),
+        "facts": facts_of_run(job),
+        "final": "final",
+        "environment": environment.snapshot(),
+    }
+
+
+def request_facts(job: Job, speed: Speed) -> dict[str, Any]:
+    """Return the facts from which the planner tells the memory of a run, also of a failed one."""
+    facts = described(job, speed)
+    kept = {name: facts[name] for name in ("strategy", "precision", "model", "training")}
+    return kept | {"num_processes": job.request.launch.num_processes or 1}
+
+
+def optimizer_settings(args: TrainingArguments) -> dict[str, Any]:
+    """Return the settings that the optimizer's groups must have at the first step.
+
+    Only AdamW's settings are named: other optimizers name theirs differently.
+    """
+    settings: dict[str, Any] = {"weight_decay": args.weight_decay}
+    # A DeepSpeed scheduler writes into the groups and does not keep the earlier rate.
+    plugin = args.deepspeed_plugin
+    if plugin is None or "scheduler" not in plugin.deepspeed_config:
+        settings["learning_rate"] = args.learning_rate
+    if plain_value(args.optim) in ADAMW:
+        betas = (args.adam_beta1, args.adam_beta2)
+        settings |= {"betas": betas, "eps": args.adam_epsilon}
+    return settings
+
+
+def _checkpoints_all_layers(job: Job, speed: Speed) -> bool:
+    """Whether every layer is computed again in backward."""
+    return bool(
+        checkpoints_by_flag(vars(job.args))
+        or speed.checkpoints_all
+        or requests_checkpointing(os.environ)
+    )
+
+
+def _optimizer_classes(strategy: Strategy, optim: str) -> tuple[str, ...] | None:
+    """Return the classes that an optimizer may have; None: not known for this optimizer."""
+    if optim not in ADAMW:
+        return None
+    backend = backend_of(strategy)
+    swapped = backend.reads_json and backend.steps_on_cpu
+    if swapped and read_deepspeed_config(os.environ).get("zero_force_ds_cpu_optimizer", True):
+        return ("DeepSpeedCPUAdam",)
+    return ("AdamW",)

@@ -14,12 +14,12 @@ from toolkit.backends import backend_of
 from toolkit.configs.proven_models import PROVEN_MODELS
 from toolkit.data.flags import flag, plain_value
 from toolkit.errors import UsageError
+from toolkit.planning.levers import CHUNK_TOKENS
 from toolkit.strategies import Strategy
 from toolkit.training.precision import switched
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 
-CHUNK_TOKENS = 1024
 COMPILED_CHUNK_TOKENS = 4096
 """Of a compiled loss: the head's gradient is read and written once a chunk."""
 
@@ -142,7 +142,7 @@ class SpeedArguments:
 
     def under(self, strategy: Strategy) -> SpeedArguments:
         """Return the switches that have a place under a strategy: split rows have no masks."""
-        return replace(self, lean_masks=False) if strategy.splits_rows else self
+        return replace(self, lean_masks=False) if backend_of(strategy).splits_rows else self
 
     def with_flags(self, rest: Sequence[str], strategy: Strategy) -> list[str]:
         """Return the flags for `TrainingArguments`, with the tuned ones added.
@@ -155,7 +155,7 @@ class SpeedArguments:
         # DeepSpeed has its own optimizers. In fp16, torch's GradScaler (2.13) lets a fused
         # optimizer itself skip the step after an overflow. Accelerate doesn't notice, so the
         # learning rate would advance, while with other optimizers it waits.
-        if not strategy.reads_deepspeed_json and not switched(rest, "fp16"):
+        if not backend_of(strategy).reads_json and not switched(rest, "fp16"):
             ours["optim"] = "adamw_torch_fused"
         passed = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in rest}
         wanted = ours.keys() - passed if self.tuned else set[str]()

@@ -190,12 +190,7 @@ def trackers(args: TrainingArguments) -> list[GeneralTracker]:
 
     They are not started; for `Accelerator(log_with=...)` of the loop.
     """
-    from accelerate.tracking import (
-        MLflowTracker,
-        TensorBoardTracker,
-        TrackioTracker,
-        WandBTracker,
-    )
+    from accelerate.tracking import MLflowTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
     named = {} if args.run_name is None else {"name": args.run_name}
     builders = {

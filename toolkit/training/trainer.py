@@ -22,8 +22,7 @@ from transformers.training_args import ParallelMode
 from toolkit.checkpoints.folders import checkpoint_folder
 from toolkit.checkpoints.resume_request import LAST, requested_checkpoint
 from toolkit.checkpoints.resuming import Resumed, find_checkpoint
-from toolkit.checkpoints.saver import CheckpointSaver, losses_before
-from toolkit.checkpoints.states import read_random_state, read_states
+from toolkit.checkpoints.saver import CheckpointSaver, losses_before, read_random_state, read_states
 from toolkit.configs.requested import (
     accumulation_dtype,
     agreed_strategy,
@@ -31,20 +30,19 @@ from toolkit.configs.requested import (
     requests_checkpointing,
 )
 from toolkit.data.packing import keep_texts_apart
-from toolkit.engines.backend import backend_of, strategy_of_plugins
+from toolkit.engines.backend import backend_of, side_effect_free, strategy_of_plugins
 from toolkit.engines.fsdp2 import original_classes
 from toolkit.engines.masters import clip_in_fp32, moments_of, stepping_on_masters
-from toolkit.engines.side_effect_free import side_effect_free
 from toolkit.engines.wrapped import Wrapped
 from toolkit.errors import UsageError
 from toolkit.launching.progress import progressed
 from toolkit.launching.ranks import say
-from toolkit.measuring.added_means import judging_loss
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.finite import require_finite
 from toolkit.measuring.forwards import LearnedRows
 from toolkit.measuring.heartbeat import Choice, heartbeat_for
 from toolkit.measuring.launcher import check_launch
+from toolkit.measuring.observed import judging_loss
 from toolkit.measuring.recorder import Recorder
 from toolkit.records.evidence import IGNORED
 from toolkit.records.json_files import SCHEMA, write_json
@@ -196,11 +194,7 @@ class ToolkitTrainer(Trainer):
 
         # A saver that is passed decides when to save; else the Trainer's own flow does.
         events = TrainerEvents(
-            self,
-            observers,
-            saver=saver,
-            steps_per_epoch=steps_per_epoch,
-            last_log=scheduled_steps,
+            self, observers, saver=saver, steps_per_epoch=steps_per_epoch, last_log=scheduled_steps
         )
         self.add_callback(events)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from toolkit import environment
+from toolkit.backends import backend_of
 from toolkit.configs.proven_models import PROVEN_MODELS
 from toolkit.errors import UsageError
 from toolkit.launching.ranks import rank, say
@@ -106,7 +107,7 @@ class Tuning:
         """
         if not self.gpus:
             raise UsageError("no GPU trains here.")
-        if self.strategy.schedule is not None:
+        if backend_of(self.strategy).in_stages:
             raise UsageError(f"{self.strategy.name} needs its micro-batches.")
         room = Room(gpu_bytes=min(gpu.memory_bytes for gpu in self.gpus))
         # A divisor keeps the rows of a step, and with them the training, as they were.

@@ -15,15 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
+from toolkit.backends import backend_of
 from toolkit.comparing.parity import judges
 from toolkit.comparing.parity.checks import Check
-from toolkit.comparing.parity.judgement import (
-    GATED_STEPS,
-    ROUNDED,
-    Case,
-    Judgement,
-    Rounding,
-)
+from toolkit.comparing.parity.judgement import GATED_STEPS, ROUNDED, Case, Judgement, Rounding
 from toolkit.configs.optimizers import NOT_BY_ELEMENT
 from toolkit.records.record import Record
 from toolkit.records.results import Judged, Row
@@ -225,7 +220,7 @@ def _take_back(judgement: Judgement, gates: Set[str], reason: str) -> None:
 def _other_update(record: Record, control: Record) -> str | None:
     """Say why the first update of two sound runs differs already; None where it must agree."""
     optimizer = record["training"]["optimizer"]
-    zero = {name for name, strategy in STRATEGIES.items() if strategy.reads_deepspeed_json}
+    zero = {name for name, strategy in STRATEGIES.items() if backend_of(strategy).reads_json}
     if optimizer not in NOT_BY_ELEMENT or not zero & {record["strategy"], control["strategy"]}:
         return None
     return (
@@ -248,10 +243,7 @@ def judge_control(record: Record) -> Judgement:
     bad = next((step for step, loss in enumerate(losses, 1) if not math.isfinite(loss)), None)
     if bad is not None:
         judgement.break_gate(
-            "loss",
-            "the loss of the control is not finite",
-            first_step=bad,
-            value=losses[bad - 1],
+            "loss", "the loss of the control is not finite", first_step=bad, value=losses[bad - 1]
         )
     elif not losses or len(losses) != requested:
         judgement.break_gate("loss", f"the control recorded {len(losses)} of {requested} steps")

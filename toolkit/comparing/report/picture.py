@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from toolkit.comparing.report.figures.frame import colour_of, style_of
-from toolkit.comparing.report.names import for_readers
-from toolkit.comparing.report.redact import redact_results
+from toolkit.comparing.report.names import for_readers, redact_results
 from toolkit.comparing.report.row_facts import (
     counted_peak,
     counts_peaks,

@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from toolkit.backends import backend_of
 from toolkit.comparing.report import words
-from toolkit.comparing.report.columns import columns_of, field_column, name_of, runs_grid
 from toolkit.comparing.report.names import both_engines
 from toolkit.comparing.report.row_facts import (
     baseline,
+    columns_of,
     control_name,
     counted_peak,
     counts_peaks,
+    field_column,
     host_in_peak_lines,
     is_control,
     listed,
     measured,
+    name_of,
     offloads,
     peak_field,
     peak_of,
@@ -28,16 +31,11 @@ from toolkit.comparing.report.row_facts import (
     predicted_peak,
     ratio,
     reason_for,
+    runs_grid,
     states_of,
     status_of,
 )
-from toolkit.comparing.report.words import (
-    number,
-    seconds,
-    size,
-    size_between,
-    tokens_per_second,
-)
+from toolkit.comparing.report.words import number, seconds, size, size_between, tokens_per_second
 from toolkit.records.fields import NO_PRICE, value_at
 from toolkit.records.record import strategy_of
 from toolkit.records.results import Control, Results, Row
@@ -138,7 +136,8 @@ def _naming_columns(runs: Sequence[Row]) -> list[str]:
     """Return the columns that identify the runs."""
     counts = {row["num_processes"] for row in runs if row["strategy"] != "single"}
     engines = ["engine"] if both_engines(row["engine"] for row in runs) else []
-    splits = ["mesh"] if any(s.splits_model for s in map(strategy_of, runs) if s) else []
+    backends = (backend_of(strategy) for strategy in map(strategy_of, runs) if strategy)
+    splits = ["mesh"] if any(backend.splits_model for backend in backends) else []
     return ["strategy", *engines, *(["processes"] if len(counts) > 1 else []), *splits]
 
 

@@ -203,10 +203,7 @@ class Pipeline:
             for stage, module in self.cut.stages.items()
         ]
         return torch_schedule(
-            self.schedule,
-            stages,
-            micro_batches=micro_batches,
-            data_parallel_size=self.size("data"),
+            self.schedule, stages, micro_batches=micro_batches, data_parallel_size=self.size("data")
         )
 
     def _worked(self, work: Work) -> None:

@@ -56,9 +56,7 @@ def activations_of(job: PlannedJob) -> Activations:
     # A mask lets a kernel do what torch's own mathematics would.
     fused = _activations(job, fused=True) if keeps_scores(job) else plain
     return replace(
-        plain,
-        masked=fused.saved + _masked(job) - plain.saved,
-        at_work_masked=fused.at_work,
+        plain, masked=fused.saved + _masked(job) - plain.saved, at_work_masked=fused.at_work
     )
 
 

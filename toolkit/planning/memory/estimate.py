@@ -1,15 +1,32 @@
-"""Memory that a job needs: all its terms, and their peak."""
+"""Memory that a job needs: all its terms, their peak, and what torch's allocator reserves.
+
+States are allocated once, and leave no gaps. Activations, logits and temporaries are freed and
+allocated again in other sizes, so freed blocks don't all serve later requests. Blocks that a second
+CUDA stream has used, for communication, serve no request of the first stream.
+
+`measuring/memory.py` counts the bytes of states in a run; a test compares the two under every
+strategy.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from toolkit.backends.schedules import schedule_of
 from toolkit.jobs import optimizers
-from toolkit.jobs.states import StateBytes
-from toolkit.jobs.terms import PHASES, RUNNING, Category, Interval, Phase, Term, sums_by_phase
+from toolkit.jobs.terms import (
+    PHASES,
+    RUNNING,
+    Category,
+    Interval,
+    Phase,
+    StateBytes,
+    Term,
+    sums_by_phase,
+)
 from toolkit.jobs.weights import weights_of
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.activations import (
@@ -19,8 +36,38 @@ from toolkit.planning.memory.activations import (
     cast_weights,
     dequantised_term,
 )
-from toolkit.planning.memory.allocator import Pools, pools_of
-from toolkit.planning.memory.states import host_terms, most_loaded
+
+
+def state_bytes(job: PlannedJob, rank: int = 0) -> StateBytes:
+    """Return the model states that `rank` holds.
+
+    Raises:
+        UsageError: the job's precision and weights don't go together.
+    """
+    return job.backend.states(job, rank)
+
+
+def most_loaded(job: PlannedJob) -> StateBytes:
+    """Return the states of the fullest rank."""
+    return job.backend.fullest_states(job)
+
+
+def host_terms(job: PlannedJob, states: StateBytes) -> Iterator[Term]:
+    """Yield the terms of a node's RAM and disk for all of its ranks; none without offload."""
+    if not (job.backend.steps_on_cpu or optimizers.is_paged(job.optimizer)):
+        return
+    ranks = job.backend.ranks_with_states(job)
+    for name, needed, place in job.backend.off_gpu(job, states):
+        if needed.high:
+            yield Term(
+                category="parameters" if place == "nvme" else "optimizer",
+                name=name,
+                bytes=needed.times(ranks),
+                formula="ranks of a node * bytes of a rank",
+                inputs={"ranks of a node": ranks, "bytes of a rank": needed.low},
+                place=place,
+            )
+
 
 MIB = 1 << 20
 
@@ -344,3 +391,112 @@ def _at_rest(job: PlannedJob, states: StateBytes, terms: Iterable[Term]) -> Inte
         for t in terms
         if t.place == "gpu" and (t.lasting or (t.category == "buckets" and t.phases == PHASES))
     )
+
+
+STAYING = Interval(1.0, 1.02)
+"""Factor on what stays: a request of over 10 MiB is rounded up to 2 MiB
+(CUDACachingAllocator.cpp)."""
+
+Kind = Literal["plain", "checkpointed", "logits"]
+"""How a job's tensors come and go: without checkpointing; with it; or with every layer of a full
+fine-tune checkpointed, its states whole on the GPU, and little but logits that moves."""
+
+MOSTLY = 0.75
+"""Share of what moves from which logits are most of it: measured were 0.6 and 0.88."""
+
+MOVING: dict[Kind, Interval] = {
+    "plain": Interval(1.01, 1.40),
+    "checkpointed": Interval(1.10, 1.40),
+    "logits": Interval(1.12, 1.58),
+}
+"""Factor on what moves, without expandable segments. With them, nine of ten published runs reserve
+between the two ends: those of answer.ai's fsdp_qlora, torchtitan, fms-acceleration, and Hugging
+Face's guide to one GPU (benchmarks/planner_measured.py). On an H200 with torch 2.11 plain jobs
+reserved 1.02 to 1.15 of it, and one of 3B parameters 1.41; jobs with checkpointing 1.10 to 1.27,
+and where most of what moves is logits, tensors of gigabytes, 1.30 to 1.57
+(benchmarks/results/2026-11-26-gpu-kit.json). Published plain jobs, of BERT with 13 GiB or less,
+reserved 1.22 to 1.40."""
+
+EXPANDABLE: dict[Kind, Interval] = {
+    "plain": Interval(1.0, 1.12),
+    "checkpointed": Interval(1.0, 1.24),
+    "logits": Interval(1.0, 1.40),
+}
+"""The same with expandable segments, which grow page by page, so that freed blocks join up (torch,
+notes/cuda.rst). torchtitan reserves 82 GiB for 78 that are allocated by plan; torchtune's QLoRA
+went from 16.4 to 10.8 GiB (torchtune#1185), cosmos-rl from 127 to 97 GB (cosmos-rl#388). On an H200
+plain jobs reserved 1.00 to 1.10 of what moves, jobs with checkpointing 1.00 to 1.21, and where most
+of it is logits 1.29 to 1.37."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pools:
+    """The most bytes over all phases of the tensors that share blocks: no pool shrinks."""
+
+    staying: Interval
+    """Bytes that are alive in every phase."""
+
+    moving: Interval
+    """Bytes that the computing stream frees and allocates again."""
+
+    communicating: Interval
+    """Bytes that a stream of communication uses."""
+
+    kind: Kind
+
+    def reserved(self, *, expandable: bool) -> Interval:
+        """Return the bytes that the allocator reserves."""
+        factor = self._factor(expandable=expandable)
+        reserved = self.staying * STAYING + self.moving * factor + self.communicating
+        if expandable:  # pages that one stream has freed serve another one when memory is short
+            return reserved
+        # One set of blocks more, requested while the other stream still reads the first.
+        return reserved + Interval(0, self.communicating.low)
+
+    def formula(self, *, expandable: bool) -> str:
+        """Return the formula of the bytes that are reserved and not in use."""
+        factor = self._factor(expandable=expandable)
+        formula = f"{STAYING.low:g} to {STAYING.high:g} * staying"
+        formula += f" + {factor.low:g} to {factor.high:g} * moving"
+        if self.communicating.high:
+            formula += " + communicating" + ("" if expandable else ", up to its least again")
+        return f"{formula} - allocated"
+
+    def _factor(self, *, expandable: bool) -> Interval:
+        return (EXPANDABLE if expandable else MOVING)[self.kind]
+
+    @property
+    def inputs(self) -> dict[str, float | str]:
+        """The inputs of `formula`."""
+        named = {
+            "staying": self.staying,
+            "moving": self.moving,
+            "communicating": self.communicating,
+        }
+        return {name: held.middle for name, held in named.items() if held.high}
+
+
+def pools_of(job: PlannedJob, terms: Sequence[Term]) -> Pools:
+    """Return the pools of the tensors of a job that are on the GPU."""
+    on_gpu = [term for term in terms if term.place == "gpu"]
+
+    def most(pool: Sequence[Term]) -> Interval:
+        held = sums_by_phase(pool).values()
+        return Interval(max(h.low for h in held), max(h.high for h in held))
+
+    rest = [term for term in on_gpu if term.phases != PHASES]
+    moving = most([term for term in rest if not term.communicated])
+    logits = most([term for term in rest if term.category == "logits"])
+    return Pools(
+        staying=Interval.total(term.bytes for term in on_gpu if term.phases == PHASES),
+        moving=moving,
+        communicating=most([term for term in rest if term.communicated]),
+        kind=_kind(job, are_logits=logits.high > MOSTLY * moving.high),
+    )
+
+
+def _kind(job: PlannedJob, *, are_logits: bool) -> Kind:
+    if job.checkpointing == "none":
+        return "plain"
+    whole = job.method == "full" and job.backend.whole
+    return "logits" if job.checkpointing == "full" and whole and are_logits else "checkpointed"

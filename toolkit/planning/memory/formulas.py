@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from toolkit.jobs.optimizers import STEP
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.memory.states import most_loaded
+from toolkit.planning.memory.estimate import most_loaded
 
 ZERO_STAGES = ("ddp", "zero1", "zero2", "zero3")
 """Stages that divide by the ranks: nothing; the optimizer; also gradients; also weights."""

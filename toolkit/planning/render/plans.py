@@ -92,7 +92,7 @@ def show_row(plan: Plan, row: PlanRow, console: Console) -> None:
         write("None of these makes it fit, alone or all together.")
     sent = sum(collective.wire_bytes for collective in collectives(row.job))
     if sent:
-        sender = "The server" if row.strategy.has_server else "Each GPU"
+        sender = "The server" if row.job.backend.has_server else "Each GPU"
         write(f"{sender} sends {sent / GIB:.2f} GiB a step.")
     if row.speed is None:
         return
@@ -287,7 +287,7 @@ _MEANINGS = {
 def _cells(plan: Plan, row: PlanRow) -> dict[str, str]:
     memory, verdict, speed = row.memory, row.verdict, row.speed
     cells = {"strategy": row.strategy.name, "GPUs": str(row.job.gpus)}
-    if any(other.strategy.splits_model for other in plan.rows):
+    if any(other.job.backend.splits_model for other in plan.rows):
         cells["mesh"] = row.strategy.mesh(row.job.gpus)
     if (share := row.job.backend.waiting_share(row.job)) is not None:
         cells["bubble"] = f"{share:.0%}"

@@ -11,8 +11,7 @@ the Trainer's count of tokens, the loss that is logged.
 from __future__ import annotations
 
 from toolkit.backends import backend_of
-from toolkit.jobs.collective import Collective
-from toolkit.jobs.terms import GIB
+from toolkit.jobs.terms import GIB, Collective
 from toolkit.planning.job import PlannedJob
 from toolkit.strategies import Strategy
 

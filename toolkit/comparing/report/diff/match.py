@@ -15,8 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, cast
 
-from toolkit.comparing.report.names import both_engines, renamed
-from toolkit.comparing.report.redact import clean, redact_results
+from toolkit.comparing.report.names import both_engines, clean, redact_results, renamed
 from toolkit.comparing.report.row_facts import (
     counted_peak,
     counts_peaks,
@@ -151,11 +150,7 @@ class Diff:
         """Return the values of a table: the declared ones, and those computed from them."""
         declared = [
             Quantity(
-                fact.column,
-                fact.csv or path,
-                fact.unit,
-                partial(value_at, path=path),
-                _is(path),
+                fact.column, fact.csv or path, fact.unit, partial(value_at, path=path), _is(path)
             )
             for path, fact in fields_of(Row)
             if fact.diff == table

@@ -6,12 +6,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from toolkit.comparing.report.runs_table import runs_table, speed_and_cost
-from toolkit.comparing.report.sections.agreement import agreement, evaluation, samples
+from toolkit.comparing.report.sections.agreement import (
+    agreement,
+    evaluation,
+    limits,
+    not_measured,
+    samples,
+)
 from toolkit.comparing.report.sections.failures import failures
-from toolkit.comparing.report.sections.limits import limits, not_measured
 from toolkit.comparing.report.sections.memory import fullest, held, over_ranks
-from toolkit.comparing.report.sections.scaling import scaling
-from toolkit.comparing.report.sections.steps import step_time, warm_up
+from toolkit.comparing.report.sections.scaling import scaling, step_time, warm_up
 from toolkit.comparing.report.sections.traffic import collectives, pipelines, sent, server
 from toolkit.comparing.report.words import facts
 from toolkit.records.results import Results

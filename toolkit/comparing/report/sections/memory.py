@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, Literal
 
-from toolkit.comparing.report.columns import columns_of, field_column, runs_grid
 from toolkit.comparing.report.row_facts import (
+    columns_of,
+    field_column,
     host_in_peak_lines,
     measured,
     predicted_peak,
+    runs_grid,
     states_of,
     why_not_predicted,
 )

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
+from toolkit import train_command
 from toolkit.environment import InstalledGpu
 from toolkit.jobs.terms import GIB
-from toolkit.planning import choice
-from toolkit.planning.choice import choose
 from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.of_run import job_of
 from toolkit.planning.recommend import recommend
+from toolkit.train_command import choose
 from toolkit.training.flags import checked_flags
 
 CONFIG = {
@@ -31,8 +31,8 @@ CONFIG = {
 
 @pytest.fixture(autouse=True)
 def ram(monkeypatch):
-    monkeypatch.setattr(choice, "memory_bytes", lambda: 256 * GIB)
-    monkeypatch.setattr(choice, "missing_for", lambda strategy: None)
+    monkeypatch.setattr(train_command, "memory_bytes", lambda: 256 * GIB)
+    monkeypatch.setattr(train_command, "missing_for", lambda strategy: None)
 
 
 @pytest.fixture
@@ -84,11 +84,10 @@ def test_the_first_that_fits_is_taken_with_its_bytes(facts):
 def test_what_is_chosen_fits_and_nothing_before_it_does(facts, size, ranks):
     first = "single" if ranks == 1 else "ddp"
     chosen = choose(facts(first, ranks), gpus(*[size] * ranks))
-    order = choice.ALONE if ranks == 1 else choice.ON_SEVERAL
-    room = choice.Room(gpu_bytes=size * GIB, host_bytes=256 * GIB)
-    verdicts = [
-        choice.judge(estimate_memory(job_of(facts(name, ranks))), room).fits for name in order
-    ]
+    order = train_command.ALONE if ranks == 1 else train_command.ON_SEVERAL
+    room = train_command.Room(gpu_bytes=size * GIB, host_bytes=256 * GIB)
+    estimates = [estimate_memory(job_of(facts(name, ranks))) for name in order]
+    verdicts = [train_command.judge(estimate, room).fits for estimate in estimates]
     assert chosen.fits == any(verdicts)
     if chosen.fits:
         assert chosen.strategy == order[verdicts.index(True)]
@@ -99,10 +98,10 @@ def test_what_training_refuses_and_what_this_machine_lacks_is_passed_over(facts,
     order = []
     while (chosen := choose(facts("ddp", 2), gpus(20, 20), refused=order)).fits:
         order.append(chosen.strategy)
-    assert order == [name for name in choice.ON_SEVERAL if name in order]
+    assert order == [name for name in train_command.ON_SEVERAL if name in order]
     assert {"fsdp", "zero3", "zero2_offload"} <= {*order}
-    lacks = dict.fromkeys(choice.OFFLOADED, "a compiler")
-    monkeypatch.setattr(choice, "missing_for", lambda strategy: lacks.get(strategy.name))
+    lacks = dict.fromkeys(train_command.OFFLOADED, "a compiler")
+    monkeypatch.setattr(train_command, "missing_for", lambda strategy: lacks.get(strategy.name))
     assert choose(facts("single", 1), gpus(20)).fits is False
     assert choose(facts("ddp", 2), gpus(20, 20)).strategy == order[0]
 
