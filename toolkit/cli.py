@@ -390,7 +390,7 @@ def report(
     if second is not None:
         from toolkit.comparing.report.diff.files import side_by_side
 
-        side_by_side(folder, second, to=to, console=console)
+        side_by_side(folder, second, to=to, console=console, show_speed=show_speed)
     elif png:
         write.remake_picture(folder, console=console)
     else:

@@ -250,6 +250,8 @@ class Compared:
 
     folder: Path
     results: Results
+    show_speed: bool = False
+    """Whether the report of a rehearsal has its speeds."""
 
     @property
     def rows(self) -> list[Row]:
@@ -273,7 +275,7 @@ class Compared:
         return self._repr_markdown_()
 
     def _repr_markdown_(self) -> str:
-        return render_markdown(redact_results(self.results))
+        return render_markdown(redact_results(self.results), show_speed=self.show_speed)
 
 
 def compare(
@@ -310,16 +312,19 @@ def compare(
         output.show()
     if code == schedule.INTERRUPTED:
         raise KeyboardInterrupt
-    return Compared(folder=folder, results=read_results(folder))
+    return Compared(folder=folder, results=read_results(folder), show_speed=chosen.show_speed)
 
 
-def report(folder: str | PathLike[str]) -> Compared:
+def report(folder: str | PathLike[str], *, show_speed: bool = False) -> Compared:
     """Return the comparison in a folder, finished or interrupted.
+
+    With `show_speed` the report of a rehearsal has its speeds.
 
     Raises:
         UsageError: the folder holds no comparison.
     """
-    return Compared(folder=Path(folder), results=read_results(Path(folder)))
+    results = read_results(Path(folder))
+    return Compared(folder=Path(folder), results=results, show_speed=show_speed)
 
 
 def _console(output: Any) -> Any:
@@ -366,7 +371,7 @@ def cell_figure(results: Results, name: str) -> CellFigure:
     shown = for_readers(results)
     figure = draw_one(shown, name)
     if figure is None:
-        names = ", ".join(each.name for each in draw_all(shown))
+        names = ", ".join(each.name for each in draw_all(shown, show_speed=True))
         raise UsageError(f"The report has no figure {name!r}. It has {names}.")
     return CellFigure(
         title=figure.title,

@@ -11,7 +11,9 @@ from toolkit.comparing.report import figures
 from toolkit.comparing.report.figures import draw_all, draw_one
 from toolkit.comparing.report.names import redact_results
 from toolkit.comparing.report.verdict import REHEARSAL
-from toolkit.comparing.report.write import render_page
+from toolkit.comparing.report.write import render_markdown, render_page
+
+page_of = functools.partial(render_page, show_speed=True)
 
 FIGURES = ["speed", "memory", "peak", "traffic", "losses", "steps", "phases", "scaling"]
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -76,13 +78,15 @@ def results(rehearsal, full_results):
 @pytest.fixture(scope="module")
 def text_of(full_results):
     """Return the text of the page of these results, unchanged: made once."""
-    return functools.cache(lambda rehearsal: render_page(full_results(rehearsal=rehearsal)))
+    return functools.cache(lambda rehearsal: page_of(full_results(rehearsal=rehearsal)))
 
 
 @pytest.fixture(scope="module")
 def drawn_of(full_results):
     """Return the figures of these results, unchanged: drawn once."""
-    return functools.cache(lambda rehearsal: draw_all(full_results(rehearsal=rehearsal)))
+    return functools.cache(
+        lambda rehearsal: draw_all(full_results(rehearsal=rehearsal), show_speed=True)
+    )
 
 
 @pytest.fixture
@@ -111,8 +115,23 @@ def test_on_gpus_nothing_is_said_of_a_rehearsal(text_of):
     assert REHEARSAL not in page.text
 
 
-def test_control_and_baseline_are_named(text, rehearsal):
-    words = Page(text).text
+SPEED_WORDS = re.compile(r"(?i)tokens/s|tokens a second|step time|seconds a step|speed-up")
+
+
+@pytest.mark.parametrize("render", [render_page, render_markdown])
+def test_a_rehearsal_shows_no_speed_anywhere_unless_asked(render, full_results):
+    results = full_results()
+    assert not SPEED_WORDS.search(render(results))
+    assert SPEED_WORDS.search(render(results, show_speed=True))
+    assert SPEED_WORDS.search(render(full_results(rehearsal=False)))
+    page = Page(render_page(results))
+    assert list(page.figures) == ["memory", "peak", "traffic", "losses"]
+    assert {"speed", "time", "warm-up", "scaling"}.isdisjoint(page.ids)
+
+
+def test_control_and_baseline_are_named(results, text, rehearsal):
+    assert "ddp-trainer baseline" in Page(text).text
+    words = Page(render_page(results)).text
     assert "single-trainer control" in words
     assert ("ddp-trainer baseline" in words) is not rehearsal
     assert "Control: single-trainer; gaps are measured from it." in words
@@ -134,7 +153,7 @@ def test_every_figure_is_there_with_a_name_a_caption_and_a_size(text, drawn):
 
 def test_without_matplotlib_the_page_is_made_and_says_how_to_get_the_figures(results, monkeypatch):
     monkeypatch.setattr(figures, "is_installed", lambda module: module != "matplotlib")
-    page = render_page(results)
+    page = page_of(results)
     assert "<svg" not in page
     assert "matplotlib is not installed." in page
     assert "Run pip install matplotlib" in page
@@ -198,7 +217,7 @@ def test_a_rehearsal_sets_speed_against_what_carries_over(drawn_of, bare_results
 
 @pytest.mark.parametrize("rehearsal", [True, False])
 def test_results_in_which_little_was_counted_make_a_page(bare_results, rehearsal):
-    page = Page(render_page(bare_results(rehearsal=rehearsal)))
+    page = Page(page_of(bare_results(rehearsal=rehearsal)))
     assert all(cell.strip() for cell in page.cells)
     assert not {"speed", "scaling"} & set(page.ids)
 
@@ -247,7 +266,7 @@ def test_with_nothing_to_draw_every_figure_says_so(make_results, make_row):
     failed |= {"phases": None, "peak": None}
     results = make_results(control=None)
     results["runs"] = [make_row(**failed)]
-    page = Page(render_page(results))
+    page = Page(page_of(results))
     assert list(page.figures) == FIGURES[:-1]
     assert page.text.count("Nothing to draw.") == len(FIGURES) - 1
     assert page.text.count("Not drawn for any run: failed: no disk") == len(FIGURES) - 1
@@ -255,7 +274,7 @@ def test_with_nothing_to_draw_every_figure_says_so(make_results, make_row):
 
 def test_a_comparison_without_a_run_still_makes_a_page(make_results):
     results = make_results(runs=[], control=None, complete=False)
-    assert "No run has ended yet." in Page(render_page(results)).text
+    assert "No run has ended yet." in Page(page_of(results)).text
 
 
 def test_no_cell_is_empty(text):
@@ -292,7 +311,7 @@ def test_no_id_stands_twice(text):
 
 
 def test_the_same_data_give_the_same_bytes(results, text):
-    assert render_page(results) == text
+    assert page_of(results) == text
 
 
 def test_what_a_run_says_cannot_become_part_of_the_page(results, text, poisoned):
@@ -300,7 +319,7 @@ def test_what_a_run_says_cannot_become_part_of_the_page(results, text, poisoned)
     for name in ("fixed", "environment"):
         evil[name][EVIL] = {EVIL: [EVIL]}
     evil["runs"][-1]["tail"] += ["</pre></main><style>*{display:none}</style>", "<!--", "]]>"]
-    plain, page = Page(text), Page(render_page(redact_results(evil)))
+    plain, page = Page(text), Page(page_of(redact_results(evil)))
     # Words, and not one tag that isn't the page's own.
     assert {tag for tag, _ in page.tags} == {tag for tag, _ in plain.tags}
     assert list(page.figures) == FIGURES
@@ -317,7 +336,7 @@ def test_names_alone_that_are_hostile_do_not_break_a_figure(results):
         ]
         row["name"] = row["strategy"]
     results["control"] |= {name: results["runs"][0][name] for name in ("strategy", "name")}
-    page = Page(render_page(redact_results(results)))
+    page = Page(page_of(redact_results(results)))
     assert list(page.figures) == FIGURES
 
 
@@ -326,7 +345,7 @@ def test_numbers_that_are_odd_are_drawn_or_left_out(results, odd):
     row = results["runs"][1]
     row |= {"losses": [odd] * 4, "final_loss": odd, "tokens_per_second": odd}
     row["step_seconds"] = {"median": odd, "p90": None}
-    page = Page(render_page(results))
+    page = Page(page_of(results))
     assert list(page.figures) == FIGURES
 
 
@@ -342,7 +361,7 @@ def test_a_broken_gate_stands_under_the_verdict_with_what_helps(results):
         **{"value": 1.0, "limit": 1e-5, "reason": "loss apart from the control's"},
     }
     results["runs"][1] |= {"gates": {"loss": False}, "broken": [broken], "fix": "--bisect it"}
-    page = Page(render_page(results))
+    page = Page(page_of(results))
     assert "broken" in page.ids
     assert "What helps: --bisect it" in page.text
 

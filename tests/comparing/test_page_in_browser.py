@@ -64,7 +64,7 @@ def browse(tmp_path):
 
 @pytest.fixture(scope="module", params=[True, False], ids=["rehearsal", "gpus"])
 def text(request, full_results):
-    return render_page(redact_results(full_results(rehearsal=request.param)))
+    return render_page(redact_results(full_results(rehearsal=request.param)), show_speed=True)
 
 
 @pytest.fixture

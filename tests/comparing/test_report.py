@@ -58,7 +58,7 @@ def test_one_missing_value_has_its_own_reason(make_results, make_row):
         tokens_per_second=None, not_measured={"tokens_per_second": "no packed rows were asked for"}
     )
     missing = "n/a: ddp-trainer (tokens/s, vs single-trainer): no packed rows were asked for"
-    assert missing in runs_table(make_results(row), speed=True).notes
+    assert missing in runs_table(make_results(row), show_speed=True).notes
     assert not any("n/a" in note for note in runs_table(make_results(row)).notes)
 
 
@@ -210,7 +210,7 @@ def test_no_cell_of_any_table_is_empty_and_each_gap_is_told(full_results, rehear
     for number, name in enumerate(gaps):
         row[name] = None
         row["not_measured"][name] = f"reason number {number}"
-    markdown = render_markdown(results)
+    markdown = render_markdown(results, show_speed=True)
     for line in table_rows(markdown):
         assert all(cell.strip() for cell in line.strip("|").split("|")), line
     for number, name in enumerate(gaps):
@@ -220,7 +220,7 @@ def test_no_cell_of_any_table_is_empty_and_each_gap_is_told(full_results, rehear
 def test_what_no_table_shows_is_named_at_the_end(make_results, make_row):
     missing = {"cost": "no GPU", "grad_norms": "DeepSpeed keeps them", "memory.peak_bytes": "a CPU"}
     row = make_row(cost=None, grad_norms=None, not_measured=missing)
-    markdown = render_markdown(make_results(row))
+    markdown = render_markdown(make_results(row), show_speed=True)
     below = markdown[markdown.index("## Not measured") :]
     assert "- ddp, cost: no GPU" in below
     assert "- ddp, grad_norms: DeepSpeed keeps them" in below
@@ -232,7 +232,7 @@ def test_results_in_which_little_was_counted_make_every_report(bare_results, reh
     results = bare_results(rehearsal=rehearsal)
     write_json(tmp_path / "results.json", results)
     assert read_results(tmp_path) == results
-    markdown = render_markdown(results)
+    markdown = render_markdown(results, show_speed=True)
     assert "ddp-trainer" in printed(results)
     for absent in ("## Speed", "## Scaling"):
         assert absent not in markdown

@@ -27,7 +27,7 @@ def line(section, run):
 
 @pytest.mark.parametrize("rehearsal", [True, False])
 def test_every_line_is_as_wide_as_its_header(full_results, rehearsal):
-    for part in parts(full_results(rehearsal=rehearsal)):
+    for part in parts(full_results(rehearsal=rehearsal), show_speed=True):
         for row in part.rows:
             assert len(row) == len(part.header), part.title
             assert all(row), part.title
@@ -46,7 +46,9 @@ def test_the_table_names_control_baseline_and_what_ran_out(full_results):
 
 
 def test_without_ddp_the_control_is_the_baseline(make_results, make_row):
-    table = runs_table(make_results(make_row(strategy="fsdp", tokens_per_second=500.0)), speed=True)
+    table = runs_table(
+        make_results(make_row(strategy="fsdp", tokens_per_second=500.0)), show_speed=True
+    )
     assert "vs single-trainer" in table.header
     assert [row[3] for row in table.rows] == ["1.00x", "0.50x"]
 
@@ -191,7 +193,9 @@ def test_the_planner_s_peak_takes_the_place_of_none_that_was_measured(full_resul
 
 
 def test_only_what_has_a_cost_is_called_cost(full_results):
-    titles = [parts(full_results(rehearsal=each))[0].title for each in (True, False)]
+    titles = [
+        parts(full_results(rehearsal=each), show_speed=True)[0].title for each in (True, False)
+    ]
     assert titles == ["Speed", "Speed and cost"]
 
 

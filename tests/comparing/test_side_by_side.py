@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -277,6 +278,10 @@ def test_of_two_rehearsals_no_speed_is_claimed(two):
     found = two(None, set_row("ddp-trainer", tokens_per_second=9000.0), rehearsal=(True, True))
     assert "whose speeds say nothing about GPUs" in verdict(found)
     assert "faster" not in verdict(found)
+    for text in everywhere(found).values():
+        assert "tokens/s" not in text
+        assert "status A" in text
+    assert "tokens/s A" in speed(replace(found, show_speed=True)).header
 
 
 def test_memory_and_traffic_changes_have_their_sign_and_share(two):

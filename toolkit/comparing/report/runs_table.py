@@ -89,14 +89,15 @@ def cells(row: Row, control: Control | None, *, counted: bool = False) -> dict[s
     }
 
 
-def runs_table(results: Results, *, speed: bool | None = None) -> Section:
+def runs_table(results: Results, *, show_speed: bool = False) -> Section:
     """Return the main table; engine and number of processes are columns where they differ.
 
     Args:
-        speed: Whether to show speeds; None to show them only for runs on GPUs.
+        results: Results of the comparison.
+        show_speed: Show the speeds of a rehearsal too.
     """
     runs, base, counted = results["runs"], baseline(results), counts_peaks(results)
-    speed = not results["rehearsal"] if speed is None else speed
+    speed = show_speed or not results["rehearsal"]
 
     def column(name: str, field: str | None = None) -> Column[Row]:
         def cell(row: Row) -> str | Missing:

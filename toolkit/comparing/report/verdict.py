@@ -25,8 +25,8 @@ from toolkit.comparing.report.words import share, size
 from toolkit.records.results import Noise, Results, Row
 
 REHEARSAL: Final = (
-    "This was a rehearsal on the CPU: its speed says nothing about GPUs. "
-    "What each rank holds in memory, what it sends to the others, and the losses carry over."
+    "This was a rehearsal on the CPU. What each rank holds in memory, what it sends to the others, "
+    "and the losses carry over to GPUs. Its speed says nothing about GPUs: --show-speed shows it."
 )
 
 

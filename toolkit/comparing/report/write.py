@@ -45,10 +45,10 @@ PAGE_FILE: Final = "report.html"
 FIGURES: Final = Path(__file__).with_name("figures.html.jinja")
 
 
-def render_page(results: Results) -> str:
+def render_page(results: Results, *, show_speed: bool = False) -> str:
     """Return the page; the caller should pass redacted results."""
     results = for_readers(results)
-    runs, *others = report_sections(results, page=True)
+    runs, *others = report_sections(results, page=True, show_speed=show_speed)
     kinds = ["Comparison"]
     kinds += ["rehearsal on the CPU"] if results["rehearsal"] else []
     kinds += [] if results["complete"] else ["not finished"]
@@ -62,14 +62,14 @@ def render_page(results: Results) -> str:
             "broken": bullets(broken_lines(results)),
             "findings": escaped(findings(results)),
         },
-        parts=[_by_name(runs, results), _figures(results), *others],
+        parts=[_by_name(runs, results, show_speed), _figures(results, show_speed), *others],
         foot="Made from results.json alone; `toolkit report` with this folder makes it again.",
     )
 
 
-def _by_name(runs: Section, results: Results) -> Section:
+def _by_name(runs: Section, results: Results, show_speed: bool) -> Section:
     """Return the table of the runs with a run's name in one column, and its roles."""
-    base = None if results["rehearsal"] else baseline(results)
+    base = baseline(results) if show_speed or not results["rehearsal"] else None
     kept = [at for at in range(runs.names) if runs.header[at] not in ("strategy", "engine")]
     kept += range(runs.names, len(runs.header))
     lines = zip(results["runs"], runs.rows, strict=True)
@@ -90,23 +90,24 @@ def _by_name(runs: Section, results: Results) -> Section:
     )
 
 
-def _figures(results: Results) -> Markup:
+def _figures(results: Results, show_speed: bool) -> Markup:
     from jinja2 import Environment
     from markupsafe import Markup
 
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         FIGURES.read_text(encoding="utf-8")
     )
-    return Markup(template.render(figures=draw_all(results)))
+    return Markup(template.render(figures=draw_all(results, show_speed=show_speed)))
 
 
 REPORT_FILE: Final = "report.md"
 
 
-def write_report(folder: Path) -> Path:
+def write_report(folder: Path, *, show_speed: bool = False) -> Path:
     """Render `report.md` from the `results.json` beside it, and return its path."""
     path = folder / REPORT_FILE
-    write_text(path, render_markdown(redact_results(read_results(folder))))
+    results = redact_results(read_results(folder))
+    write_text(path, render_markdown(results, show_speed=show_speed))
     return path
 
 
@@ -121,7 +122,7 @@ def print_report(results: Results, *, console: Console, show_speed: bool = False
     from rich.text import Text
 
     results = for_readers(results)
-    shown = runs_table(results, speed=True if show_speed else None)
+    shown = runs_table(results, show_speed=show_speed)
     print_tables(shown, console=console)
     for text in (*broken_lines(results), *unjudged_lines(results)):
         console.print(Text(text), highlight=False)
@@ -130,7 +131,7 @@ def print_report(results: Results, *, console: Console, show_speed: bool = False
         console.print(Text(REHEARSAL), highlight=False)
 
 
-def render_markdown(results: Results) -> str:
+def render_markdown(results: Results, *, show_speed: bool = False) -> str:
     """Return the report as GitHub markdown."""
     results = for_readers(results)
     head = [
@@ -140,24 +141,26 @@ def render_markdown(results: Results) -> str:
         bullets(broken_lines(results)),
         escaped(findings(results)),
     ]
-    return document(head, report_sections(results))
+    return document(head, report_sections(results, show_speed=show_speed))
 
 
-def write_reports(folder: Path) -> list[Path]:
+def write_reports(folder: Path, *, show_speed: bool = False) -> list[Path]:
     """Write `report.md`, `report.html` and `results.csv` beside `results.json`.
+
+    With `show_speed` those of a rehearsal have its speeds.
 
     Raises:
         UsageError: there are no results to read.
         OSError: the folder is not writable.
     """
-    return _write(folder, redact_results(read_results(folder)))
+    return _write(folder, redact_results(read_results(folder)), show_speed)
 
 
-def _write(folder: Path, results: Results) -> list[Path]:
+def _write(folder: Path, results: Results, show_speed: bool) -> list[Path]:
     """Write the reports of redacted results."""
     made = {
-        REPORT_FILE: render_markdown(results),
-        PAGE_FILE: render_page(results),
+        REPORT_FILE: render_markdown(results, show_speed=show_speed),
+        PAGE_FILE: render_page(results, show_speed=show_speed),
         TABLE_FILE: render_table(results),
     }
     for name, text in made.items():
@@ -168,13 +171,13 @@ def _write(folder: Path, results: Results) -> list[Path]:
 def remake(folder: Path, *, console: Console, show_speed: bool = False) -> None:
     """Print the table and write every report again.
 
-    `show_speed` shows the speeds of a rehearsal in the table too.
+    `show_speed` shows the speeds of a rehearsal too.
 
     Raises:
         UsageError: the folder holds no comparison.
     """
     results = redact_results(comparison_in(folder))
-    written = _write(folder, results)
+    written = _write(folder, results, show_speed)
     print_report(results, console=console, show_speed=show_speed)
     for path in written:
         print_line(f"Written: {path}", console=console)

@@ -355,4 +355,4 @@ class Comparison:
     def save(self, *, complete: bool = False) -> None:
         """Write the current results and report."""
         write_json(self.folder / RESULTS_FILE, self.results(complete=complete))
-        write_report(self.folder)
+        write_report(self.folder, show_speed=self.options.show_speed)

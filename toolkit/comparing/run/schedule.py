@@ -103,7 +103,7 @@ def _run_locked(comparison: Comparison, facts: dict[str, Any], console: Console)
         try:
             return _run(comparison, lines, console)
         except (KeyboardInterrupt, SystemExit):
-            write_reports(comparison.folder)
+            write_reports(comparison.folder, show_speed=comparison.options.show_speed)
             raise
         except OSError as error:
             sentence = file_sentence(error)
@@ -116,14 +116,15 @@ def _run_locked(comparison: Comparison, facts: dict[str, Any], console: Console)
 
 def _run(comparison: Comparison, introduction: Sequence[str], console: Console) -> int:
     """Start the outstanding runs, show the results, and return the exit code."""
-    folder = comparison.folder
+    folder, show_speed = comparison.folder, comparison.options.show_speed
     with show_progress(console, comparison.plan, comparison.options) as progress:
         for text in introduction:
             progress.say(text)
         RunQueue(comparison, progress).run_all()
     results = cast(Results, redacted(comparison.results()))
-    written = [short_path(folder / RESULTS_FILE), *map(short_path, write_reports(folder))]
-    print_report(results, console=console, show_speed=comparison.options.show_speed)
+    reports = write_reports(folder, show_speed=show_speed)
+    written = [short_path(path) for path in (folder / RESULTS_FILE, *reports)]
+    print_report(results, console=console, show_speed=show_speed)
     print_line(f"Written: {', '.join(written[:-1])} and {written[-1]}", console=console)
     return exit_code(results)
 

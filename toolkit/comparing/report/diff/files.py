@@ -63,7 +63,7 @@ def sections(diff: Diff) -> list[Section]:
     # The differences come first, because the other sections depend on them.
     made = {"What differs": differences(diff)}
     if diff.pairs:
-        made["Speed"] = speed(diff)
+        made["Speed" if diff.speed else "Status"] = speed(diff)
         made["Memory and traffic"] = memory(diff)
         made["Losses"] = losses(diff)
     if any(diff.only):
@@ -97,6 +97,7 @@ def differences(diff: Diff) -> Section:
 
 
 def speed(diff: Diff) -> Section:
+    """Return how the runs ended and, but for two rehearsals, their speeds."""
     tokens, *others = diff.quantities("speed")
 
     def cell(in_words: Callable[[float], str], pair: Pair) -> str | Missing:
@@ -106,9 +107,14 @@ def speed(diff: Diff) -> Section:
     def meaning(ratio: float) -> str:
         return MEANINGS[speed_verdict(diff, ratio)]
 
-    columns: list[Column[Pair]] = [
+    ends: list[Column[Pair]] = [
         Column("status A", lambda pair: status_of(pair.a)),
         Column("status B", lambda pair: status_of(pair.b)),
+    ]
+    if not diff.speed:
+        return _table(diff, ends, text="")
+    columns = [
+        *ends,
         *_on_both(tokens),
         Column("B / A", partial(cell, "{:.3f}".format)),
         Column("which means", partial(cell, meaning)),
@@ -313,13 +319,17 @@ def _table(diff: Diff, columns: Sequence[Column[Pair]], *, text: str) -> Section
     )
 
 
-def side_by_side(before: Path, after: Path, *, to: Path | None, console: Console) -> None:
+def side_by_side(
+    before: Path, after: Path, *, to: Path | None, console: Console, show_speed: bool = False
+) -> None:
     """Print two comparisons side by side, and write the same to files in `to`.
+
+    With `show_speed` two rehearsals have their speeds.
 
     Raises:
         UsageError: a folder holds no comparison, both are the same, or `to` is not writable.
     """
-    diff = match(before, after)
+    diff = match(before, after, show_speed=show_speed)
     show(diff, console=console)
     if to is None:
         return

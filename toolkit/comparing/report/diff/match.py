@@ -124,6 +124,14 @@ class Diff:
     other_training: Refusal | None
     """Reason why losses are not compared in any run."""
 
+    show_speed: bool = False
+    """Whether speeds are shown even where both are rehearsals."""
+
+    @property
+    def speed(self) -> bool:
+        """Whether speeds are shown."""
+        return self.show_speed or not (self.a.rehearsal and self.b.rehearsal)
+
     @property
     def sides(self) -> tuple[Side, Side]:
         return self.a, self.b
@@ -185,7 +193,7 @@ STATES: Final = Quantity("states", "states_bytes", "bytes", states_of, _is("memo
 TRAFFIC: Final = Quantity("traffic", "traffic_bytes", "bytes", payload, _is("traffic"))
 
 
-def match(before: Path, after: Path) -> Diff:
+def match(before: Path, after: Path, *, show_speed: bool = False) -> Diff:
     """Read two comparisons and match their runs.
 
     Raises:
@@ -217,6 +225,7 @@ def match(before: Path, after: Path) -> Diff:
         noise=noise,
         noise_reason=noise_reason,
         other_training=other_training(a, b),
+        show_speed=show_speed,
     )
 
 

@@ -32,10 +32,15 @@ FIGURES: Final[dict[str, Callable[[Results], ReportFigure | None]]] = {
 """What draws each figure, by its name, in reading order."""
 
 
-def draw_all(results: Results) -> list[ReportFigure]:
+OF_SPEED: Final = ("speed", "steps", "phases", "scaling")
+"""Figures that a rehearsal shows only where they are asked for."""
+
+
+def draw_all(results: Results, *, show_speed: bool = False) -> list[ReportFigure]:
     """Return every figure for which these results have data, in reading order.
 
-    Without matplotlib, one figure says so: a comparison that took hours still gets its reports.
+    A rehearsal has those of speed only with `show_speed`. Without matplotlib, one figure says so: a
+    comparison that took hours still gets its reports.
     """
     if not is_installed("matplotlib"):
         caption = (
@@ -48,7 +53,9 @@ def draw_all(results: Results) -> list[ReportFigure]:
                 results=results, name="none", title="No figures", instead=instead, caption=caption
             )
         ]
-    return [figure for function in FIGURES.values() if (figure := function(results)) is not None]
+    hidden = OF_SPEED if results["rehearsal"] and not show_speed else ()
+    drawn = [function(results) for name, function in FIGURES.items() if name not in hidden]
+    return [figure for figure in drawn if figure is not None]
 
 
 def draw_one(results: Results, name: str) -> ReportFigure | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from toolkit.comparing.report.runs_table import runs_table, speed_and_cost
 from toolkit.comparing.report.sections.agreement import (
@@ -22,23 +22,30 @@ from toolkit.records.results import Results
 from toolkit.tables.grid import Section
 from toolkit.tables.markdown import bullets, escaped, fenced
 
+OF_SPEED: Final = ("speed", "time", "warm-up", "scaling")
+"""Sections that a rehearsal shows only where they are asked for."""
 
-def report_sections(results: Results, *, page: bool = False) -> list[Section]:
+
+def report_sections(
+    results: Results, *, page: bool = False, show_speed: bool = False
+) -> list[Section]:
     """Return all sections, the table of the runs first.
 
     Args:
         results: Results of the comparison.
         page: On a page, facts are tables, and each command stands under its run's name.
+        show_speed: Show the speeds of a rehearsal too.
     """
     made: tuple[tuple[str, str, Section | None], ...] = (
         ("fixed", "What was the same in every run", _facts(results["fixed"], page=page)),
         ("environment", "Environment", _facts(results["environment"], page=page)),
         ("commands", "Commands", _commands(results, page=page)),
         ("failures", "Failures", Section(failures(results))),
-        ("missing", "Not measured", Section(notes=not_measured(results))),
-        ("limits", "Limits", Section(notes=limits(results))),
+        ("missing", "Not measured", Section(notes=not_measured(results, show_speed=show_speed))),
+        ("limits", "Limits", Section(notes=limits(results, show_speed=show_speed))),
     )
-    return [runs_table(results), *parts(results), *_titled(made)]
+    runs = runs_table(results, show_speed=show_speed)
+    return [runs, *parts(results, show_speed=show_speed), *_titled(made)]
 
 
 def _facts(recorded: Mapping[str, Any], *, page: bool) -> Section:
@@ -58,11 +65,12 @@ def _commands(results: Results, *, page: bool) -> Section:
     return Section("\n\n".join(blocks) or "No run was started.")
 
 
-def parts(results: Results) -> list[Section]:
+def parts(results: Results, *, show_speed: bool = False) -> list[Section]:
     """Return the sections on what was measured for which these results have data."""
+    hidden = OF_SPEED if results["rehearsal"] and not show_speed else ()
     priced = any(row["cost"] for row in results["runs"])
     states, others = (collectives(results, of_states=of_states) for of_states in (True, False))
-    return _titled(
+    sections = _titled(
         (
             ("speed", "Speed and cost" if priced else "Speed", speed_and_cost(results)),
             ("memory", "Memory, the fullest rank", held(results)),
@@ -81,6 +89,7 @@ def parts(results: Results) -> list[Section]:
             ("scaling", "Scaling", scaling(results)),
         )
     )
+    return [section for section in sections if section.id not in hidden]
 
 
 def _titled(made: Iterable[tuple[str, str, Section | None]]) -> list[Section]:

@@ -127,15 +127,17 @@ def _evaluated(name: str, place: int, text: Callable[[Evaluated], str]) -> Colum
     return field_column(name, cell, "evaluation", "it evaluated nothing")
 
 
-def limits(results: Results) -> list[str]:
+def limits(results: Results, *, show_speed: bool = False) -> list[str]:
     """Return sentences on conclusions that the numbers do not support."""
-    lines = [
-        _noise(results),
-        "Tokens/s is read from packed rows after warm-up, parity from ragged rows before them.",
-    ]
+    lines: list[str] = []
+    if show_speed or not results["rehearsal"]:
+        lines = [
+            _noise(results),
+            "Tokens/s is read from packed rows after warm-up, parity from ragged rows before them.",
+        ]
     if dropout := results["fixed"].get("dropout"):
         lines.append(f"Dropout was {dropout}: {DROPOUT_DIFFERS}")
-    if any(len(row["repeats"]) > 1 for row in measured(results)):
+    if lines and any(len(row["repeats"]) > 1 for row in measured(results)):
         lines.append(
             "Speed is over all starts; losses, memory and traffic are those of the first start."
         )
@@ -181,9 +183,10 @@ ELSEWHERE: Final = ("gates", "memory", "peak", "traffic", "evaluation", "eval_lo
 """Fields whose reasons are below tables that have more than declared columns."""
 
 
-def not_measured(results: Results) -> list[str]:
+def not_measured(results: Results, *, show_speed: bool = False) -> list[str]:
     """Return missing fields and reasons that no table has given."""
-    tables = {*get_args(Table)} - (set() if speed_and_cost(results) else {"speed"})
+    hidden = results["rehearsal"] and not show_speed
+    tables = {*get_args(Table)} - (set() if hidden or speed_and_cost(results) else {"speed"})
     named = {*ELSEWHERE, "tokens_per_second", "step_seconds", "spread"} | {
         path.partition(".")[0] for path, fact in fields_of(Row) if fact.table in tables
     }

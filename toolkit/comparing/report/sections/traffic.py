@@ -29,7 +29,7 @@ SLOTS = (
     "A slot is the time of one forward of one micro-batch in one stage; a backward takes two. The "
     "order of the work is the one that each rank recorded, and the bubble is the share of idle "
     "slots among those of all ranks. It is no time: stages may differ in length, and sending is "
-    "not counted. The times of a step are below."
+    "not counted."
 )
 
 SERVED = (
