@@ -19,7 +19,7 @@ import toolkit
 from toolkit.cli import app
 from toolkit.comparing.parity.gates import limit_of
 from toolkit.comparing.parity.judgement import GATED_STEPS
-from toolkit.comparing.report.runs_table import runs_table
+from toolkit.comparing.report.runs_table import AT_7B, runs_table
 from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.options import CompareOptions, read_scale
 from toolkit.comparing.run.plan import build_plan
@@ -473,9 +473,15 @@ def test_the_table_of_a_comparison_is_explained_column_by_column(tmp_path):
     plan = build_plan(options, gpus=2, missing=lambda _: None)
     rows = {run.name: bare_row(run, "failed", "no disk", rehearsal=False) for run in plan.runs}
     comparison = Comparison(folder=tmp_path, plan=plan, options=options, environment={}, rows=rows)
-    header = runs_table(comparison.results()).header
-    explained = [name for row in rows_below(REPORTS, "## The table") for name in row[0].split(", ")]
-    assert explained == [name.removesuffix(" to the control") for name in header]
+    results = comparison.results()
+    explained = [row[0] for row in rows_below(REPORTS, "## The table")]
+    explained = ["strategy", "engine", *explained[1:]]
+    assert rows_below(REPORTS, "## The table")[0][0] == "strategy, engine"
+    header = runs_table(results | {"rehearsal": True}, show_speed=True).header
+    shown = {"peak host memory": "peak memory", "gap to the control": "gap"}
+    assert explained == [shown.get(name, name) for name in header]
+    header = runs_table(results).header
+    assert [name for name in explained if name != AT_7B] == [shown.get(n, n) for n in header]
 
 
 def test_the_fields_that_are_explained_exist():

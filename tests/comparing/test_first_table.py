@@ -8,9 +8,10 @@ import pytest
 from rich.console import Console
 
 from toolkit.comparing.report.names import for_readers
-from toolkit.comparing.report.runs_table import peaks_out_of_order, runs_table
+from toolkit.comparing.report.runs_table import AT_7B, peaks_explained, runs_table
 from toolkit.comparing.report.table_file import render_table
 from toolkit.comparing.report.write import print_report, render_markdown, render_page
+from toolkit.planning.plan import plan
 
 MIB = 2**20
 
@@ -188,7 +189,7 @@ def test_a_peak_that_turns_the_order_of_the_states_says_why(counted, make_result
     beside = {"activations": 2} | HALF
     high = counted("zero3", states=HALF, **{category: beside[category] + 15})
     results = make_results(counted("ddp"), counted("fsdp", states=HALF), high)
-    (line,) = peaks_out_of_order(results)
+    (line,) = peaks_explained(results)
     assert line == (
         f"zero3-trainer holds smaller states than ddp-trainer and peaks higher: at its fullest "
         f"moment {said}"
@@ -196,16 +197,61 @@ def test_a_peak_that_turns_the_order_of_the_states_says_why(counted, make_result
     assert line in runs_table(results).notes
 
 
+def test_equal_states_under_a_higher_peak_say_why(counted, make_results):
+    single = counted("single")
+    ddp = counted("ddp", gradients=8)
+    zero1 = counted("zero1", states=HALF, gradients=5, activations=3)
+    zero2 = counted("zero2", states=HALF)
+    results = make_results(ddp, zero1, zero2)
+    results["runs"][0] = single
+    assert peaks_explained(for_readers(results)) == [
+        "ddp holds the same states as single, and peaks 4.0 MiB above single: gradients are "
+        "averaged in buckets, which are a second copy of them (4.0 MiB more).",
+        "zero1 holds the same states as zero2, and peaks 4.0 MiB above zero2: both cut the "
+        "gradients to a rank's share before the update, but ZeRO-1 holds them whole until the "
+        "last micro-batch (3.0 MiB more).",
+    ]
+    # Where the gradients are not more, they are not the reason.
+    results["runs"][1] = counted("ddp", other=5)
+    (line, _) = peaks_explained(for_readers(results))
+    assert line.endswith("at its fullest moment 4.0 MiB more are buffers and temporaries.")
+
+
+def test_a_rehearsal_has_what_the_planner_expects_at_7b(six):
+    results = six()
+    planned = plan("7b", gpus=2)
+    for text in (printed(results), render_markdown(results)):
+        assert "toolkit plan 7b" in text
+        assert "full fine-tune" in " ".join(text.split())
+    for row, line in zip(results["runs"], runs_table(results).rows, strict=True):
+        row["num_processes"] = 2
+        held = planned.row(row["strategy"]).memory.allocated.middle
+        assert line[runs_table(results).header.index(AT_7B)] == f"{held / 2**30:,.0f}"
+    assert AT_7B not in runs_table(six(rehearsal=False)).header
+    results["runs"][1]["strategy"] = "layer_split_of_others"
+    assert "n/a: ddp-trainer (at 7B, GiB): " in " ".join(runs_table(results).notes)
+
+
+def test_at_7b_is_of_the_method_that_trained(six):
+    results = six()
+    results["fixed"]["method"] = "lora, rank 8, on all-linear"
+    lines = runs_table(results).rows
+    at = runs_table(results).header.index(AT_7B)
+    held = plan("7b", gpus=2, method="lora").row("ddp").memory.allocated.middle
+    assert lines[1][at] == f"{held / 2**30:,.0f}"
+    assert "lora fine-tune" in " ".join(runs_table(results).notes)
+
+
 def test_an_order_that_is_not_turned_needs_no_words(counted, make_results):
-    assert not peaks_out_of_order(make_results(counted("ddp"), counted("fsdp", states=HALF)))
+    assert not peaks_explained(make_results(counted("ddp"), counted("fsdp", states=HALF)))
     # Nor does one that offload turns: what it keeps on the host are states too.
     high = counted("zero3_offload", states=HALF, other=16)
-    assert not peaks_out_of_order(make_results(counted("ddp"), high))
+    assert not peaks_explained(make_results(counted("ddp"), high))
 
 
 def test_a_device_s_peak_that_the_tensors_don_t_explain_is_the_allocator_s(six):
     results = six(rehearsal=False, names=("ddp", "fsdp"))
     results["runs"][2]["memory"] |= {"optimizer_bytes": 0, "peak_bytes": 2**35}
-    (line,) = peaks_out_of_order(results)
+    (line,) = peaks_explained(results)
     assert line.startswith("fsdp-trainer holds smaller states than single-trainer and ddp-trainer")
     assert line.endswith("what its kernels and the allocator hold beside its tensors.")

@@ -7,7 +7,13 @@ from rich.console import Console
 
 from toolkit.comparing.report.runs_table import cells, runs_table
 from toolkit.comparing.report.verdict import REHEARSAL, verdict
-from toolkit.comparing.report.write import print_report, render_markdown, write_report
+from toolkit.comparing.report.write import (
+    print_report,
+    render_markdown,
+    render_page,
+    title_of,
+    write_report,
+)
 from toolkit.records.json_files import write_json
 from toolkit.records.results import read_results
 
@@ -264,6 +270,25 @@ def test_the_report_can_be_made_again_from_the_results_alone(tmp_path, make_resu
     first = write_report(tmp_path).read_text()
     (tmp_path / "report.md").unlink()
     assert write_report(tmp_path).read_text() == first
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "title"),
+    [
+        ({"date": "2026-11-05"}, "mine", "small-llama on texts, 5 November 2026"),
+        ({}, "20261127-104500", "small-llama on texts, 27 November 2026"),
+        ({}, "mine", "small-llama on texts"),
+        ({"fixed": {"model": "/a/b/small-llama"}}, "mine", "small-llama"),
+        ({"fixed": {"model": "Qwen/Qwen2.5-0.5B"}}, "mine", "Qwen/Qwen2.5-0.5B"),
+        ({"fixed": {}}, "mine", "Comparison mine"),
+    ],
+)
+def test_the_title_is_model_data_and_date(make_results, changes, name, title):
+    fixed = {"fixed": {"model": "small-llama", "data": "texts"}}
+    results = make_results(name=name, **fixed | changes)
+    assert title_of(results) == title
+    assert render_markdown(results).startswith(f"# {title}\n")
+    assert f"<h1>{title}</h1>" in render_page(results)
 
 
 def test_a_comparison_without_a_run_says_so(make_results):

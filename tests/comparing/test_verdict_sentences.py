@@ -174,6 +174,24 @@ def test_the_verdict_of_a_rehearsal_is_one_sentence_without_speed(make_results, 
     )
 
 
+def test_smallest_states_and_lowest_peak_are_both_named_where_they_differ(make_results, make_row):
+    sizes = {"ddp": (20, 200), "zero3": (8, 100), "fsdp": (4, 110)}
+    rows = [
+        make_row(
+            strategy=name,
+            peak={"total_bytes": peak * 2**20, "categories": {}},
+            memory=make_row()["memory"] | {"optimizer_bytes": states * 2**20},
+        )
+        for name, (states, peak) in sizes.items()
+    ]
+    results = for_readers(make_results(*rows))
+    assert verdict(results) == (
+        "All 4 runs trained the same model, and fsdp held the smallest states (11.6 MiB a "
+        "process), while zero3 had the lowest peak (100.0 MiB, 50% less than ddp)."
+    )
+    assert findings(results).endswith("The smallest states were those of fsdp (11.6 MiB).")
+
+
 @pytest.mark.parametrize(
     ("speeds", "noise", "said"),
     [

@@ -244,6 +244,9 @@ class Backend:
     has_buckets: bool = False
     """DDP: gradients are averaged in buckets, of which they may be views."""
 
+    more_gradients: str = ""
+    """Why gradients take more than another run's with the same states, as a clause."""
+
     def has_masters(self, job: Job) -> bool:
         """Whether the step is on fp32 copies of the weights."""
         return job.bf16_weights is not None

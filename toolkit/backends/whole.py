@@ -134,6 +134,7 @@ class Ddp(Whole):
 
     takes_bf16_weights = True
     has_buckets = True
+    more_gradients = "gradients are averaged in buckets, which are a second copy of them"
 
     def holds_gradients(self, job: Job) -> bool:
         return job.gradient_as_bucket_view or super().holds_gradients(job)

@@ -343,6 +343,10 @@ class Zero1(Flat):
     """Gradients are whole until the last micro-batch's are reduced and cut."""
 
     reduces_late = True
+    more_gradients = (
+        "both cut the gradients to a rank's share before the update, but ZeRO-1 holds them whole "
+        "until the last micro-batch"
+    )
 
     def holds_gradients(self, job: Job) -> bool:
         # Its part of the gradients is allocated when they are reduced.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any, Final, TypedDict, cast
 
 from toolkit.errors import UsageError
@@ -10,6 +11,7 @@ from toolkit.jobs.terms import Interval
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import estimate_memory, state_bytes, step_peak
 from toolkit.planning.of_run import RunFacts, job_of
+from toolkit.planning.plan import plan
 from toolkit.planning.speed.traffic import collectives
 from toolkit.records.record import Model, Record
 from toolkit.records.results import Ends, Prediction, States
@@ -82,6 +84,22 @@ def expect(run: RunFacts | Record, *, room_bytes: int | None = None) -> Predicti
     if room_bytes is not None:
         prediction["over_bytes"] = _ends(estimate.total, less=room_bytes)
     return prediction
+
+
+@cache
+def allocated_at_7b(strategy: str, ranks: int, method: str) -> int | str:
+    """Return what `toolkit plan 7b` has for the fullest GPU, in bytes, or why it has no answer.
+
+    Args:
+        strategy: Name of the strategy.
+        ranks: Number of GPUs.
+        method: `full`, `lora` or `qlora`.
+    """
+    try:
+        (row,) = plan("7b", gpus=ranks, strategies=strategy, method=method).rows
+        return round(row.memory.allocated.middle)
+    except UsageError as error:
+        return str(error)
 
 
 def moved_bytes(job: PlannedJob, *, tokens: int | None = None, rank: int = 0) -> int:

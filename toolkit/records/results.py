@@ -367,6 +367,9 @@ class Results(TypedDict):
     name: str
     """Name of the comparison's folder."""
 
+    date: NotRequired[str]
+    """Day on which the last run ended, as `2026-11-27`; absent in results of older toolkits."""
+
     complete: bool
     """False while runs are outstanding."""
 

@@ -19,13 +19,14 @@ SHORT: Final = {
     "step time": "step",
     "peak, counted": "peak",
     "peak memory": "peak",
-    "peak host memory": "host peak",
+    "peak host memory": "RAM peak",
     "final loss": "loss",
     "gap to the control": "gap",
+    "at 7B, GiB": "7B GiB",
 }
 """Shorter words for headings."""
 
-WIDEST: Final = 13
+WIDEST: Final = 10
 """Letters beyond which cells and headings break into lines where the terminal is narrow."""
 
 LONGEST_NAME: Final = 24
@@ -133,7 +134,7 @@ def _fitting(widths: Sequence[int], *, names: int, width: int, space: int) -> li
     naming = list(range(names))
     dealt: list[list[int]] = [[*naming]]
     for column in range(names, len(widths)):
-        needed = sum(widths[number] + space for number in (*dealt[-1], column))
+        needed = sum(widths[number] + space for number in (*dealt[-1], column)) - space
         if needed > width and len(dealt[-1]) > len(naming):
             dealt.append([*naming])
         dealt[-1].append(column)

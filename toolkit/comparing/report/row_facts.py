@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
-from toolkit.comparing.predicted import STATES
+from toolkit.comparing.predicted import STATES, allocated_at_7b
 from toolkit.comparing.report.words import in_unit, size_between
 from toolkit.records.fields import RankMemory, Table, Unit, fields_of, value_at
 from toolkit.records.results import Control, Results, Row
@@ -91,6 +91,16 @@ def peak_of(row: Row) -> int | None:
 def counted_peak(row: Row) -> int | None:
     """Return the bytes of all tensors at the fullest moment of a step."""
     return None if row["peak"] is None else row["peak"]["total_bytes"]
+
+
+def method_of(results: Results) -> str:
+    """Return how the runs were trained: `full`, `lora` or `qlora`."""
+    return str(results["fixed"].get("method", "full")).partition(",")[0]
+
+
+def at_7b(row: Row, results: Results) -> int | str:
+    """Return what the planner has for a run's strategy at 7B, in bytes, or why it has no answer."""
+    return allocated_at_7b(row["strategy"], row["num_processes"], method_of(results))
 
 
 def offloads(row: Row) -> bool:

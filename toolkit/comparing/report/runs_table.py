@@ -13,6 +13,7 @@ from toolkit.backends import backend_of
 from toolkit.comparing.report import words
 from toolkit.comparing.report.names import both_engines
 from toolkit.comparing.report.row_facts import (
+    at_7b,
     baseline,
     columns_of,
     control_name,
@@ -23,6 +24,7 @@ from toolkit.comparing.report.row_facts import (
     is_control,
     listed,
     measured,
+    method_of,
     name_of,
     offloads,
     peak_field,
@@ -39,12 +41,22 @@ from toolkit.comparing.report.words import number, seconds, size, size_between, 
 from toolkit.records.fields import NO_PRICE, value_at
 from toolkit.records.record import strategy_of
 from toolkit.records.results import Control, Results, Row
-from toolkit.tables.grid import NOT_AVAILABLE, Column, Missing, Section, grid
+from toolkit.tables.grid import (
+    NOT_AVAILABLE,
+    Column,
+    Missing,
+    Section,
+    grid,
+    missing_lines,
+)
 
 MEASURED: Final = ("states", "peak memory", "final loss", "gap")
 
 EVALUATED: Final = ("eval loss", "perplexity")
 """Columns of a comparison that evaluates; they show each run's last evaluation."""
+
+AT_7B: Final = "at 7B, GiB"
+"""Column of a rehearsal: what the planner expects of the same strategies at a real size."""
 
 NOTICEABLE: Final = 1.02
 """Quotient of two sizes from which they count as different."""
@@ -119,6 +131,8 @@ def runs_table(results: Results, *, show_speed: bool = False) -> Section:
         # Name the runs rather than write `every run`: the reader looks for a name.
         says_every=False,
     )
+    if results["rehearsal"]:
+        section = _with_7b(section, results)
     headings = {"gap": "gap to the control"}
     if results["rehearsal"]:
         headings["peak memory"] = "peak, counted" if counted else "peak host memory"
@@ -127,7 +141,7 @@ def runs_table(results: Results, *, show_speed: bool = False) -> Section:
         names=len(naming) - 1,
         notes=[
             *_table_notes(results, base if speed else None),
-            *peaks_out_of_order(results),
+            *peaks_explained(results),
             *section.notes,
         ],
     )
@@ -175,6 +189,26 @@ def _all_cells(row: Row, results: Results, base: Row | None) -> dict[str, str]:
     return line
 
 
+def _with_7b(section: Section, results: Results) -> Section:
+    """Return the table with the planner's column right of the peak."""
+    place = section.header.index("final loss")
+    held = [at_7b(row, results) for row in results["runs"]]
+    cells = [NOT_AVAILABLE if isinstance(it, str) else f"{it / 2**30:,.0f}" for it in held]
+    missing = [
+        (row["name"], AT_7B, it)
+        for row, it in zip(results["runs"], held, strict=True)
+        if isinstance(it, str)
+    ]
+    return section._replace(
+        header=[*section.header[:place], AT_7B, *section.header[place:]],
+        rows=[
+            [*line[:place], cell, *line[place:]]
+            for line, cell in zip(section.rows, cells, strict=True)
+        ],
+        notes=[*section.notes, *missing_lines(missing, items=0)],
+    )
+
+
 def _table_notes(results: Results, base: Row | None) -> list[str]:
     """Return notes on control and baseline, the column of the peak, and predicted values in it."""
     lines: list[str] = []
@@ -192,6 +226,11 @@ def _table_notes(results: Results, base: Row | None) -> list[str]:
             "tensors at the fullest moment of a step; a GPU's allocator adds its own."
         )
         lines += host_in_peak_lines(runs)
+    if results["rehearsal"]:
+        lines.append(
+            "At 7B: what toolkit plan 7b expects of the same strategy on as many GPUs, the tensors "
+            f"of the fullest one ({method_of(results)} fine-tune, bf16, one row of 2,048 tokens)."
+        )
     return lines + [
         f"{row['name']} ran out of memory: {planner_word(row)}."
         for row in runs
@@ -199,8 +238,8 @@ def _table_notes(results: Results, base: Row | None) -> list[str]:
     ]
 
 
-def peaks_out_of_order(results: Results) -> list[str]:
-    """Explain, for each run, a peak above that of runs with larger states."""
+def peaks_explained(results: Results) -> list[str]:
+    """Explain, for each run, a peak above that of runs with the same states, or larger ones."""
     read = counted_peak if counts_peaks(results) else peak_of
     sizes = [
         (row, states, peak)
@@ -212,25 +251,43 @@ def peaks_out_of_order(results: Results) -> list[str]:
     ]
     lines: list[str] = []
     for row, states, peak in sizes:
-        lower = [
-            other_row
-            for other_row, other_states, other_peak in sizes
-            if other_states > NOTICEABLE * states and peak > NOTICEABLE * other_peak
-        ]
+        leaner = [other for other in sizes if peak > NOTICEABLE * other[2]]
+        lower = [other for other, held, _ in leaner if held > NOTICEABLE * states]
+        same = [(other, its) for other, held, its in leaner if size(held) == size(states)]
         if lower:
             lines.append(
                 f"{row['name']} holds smaller states than {listed(lower)} and peaks higher: "
                 f"{_largest_extra(row, lower[-1])}."
             )
+        elif same:
+            other, its = max(same, key=lambda pair: pair[1])
+            lines.append(
+                f"{row['name']} holds the same states as {listed([run for run, _ in same])}, and "
+                f"peaks {size(peak - its)} above {other['name']}: {_more_gradients(row, other)}."
+            )
     return lines
+
+
+def _more_gradients(row: Row, lower: Row) -> str:
+    """Say why a run peaks above another one with the same states."""
+    strategy, extra = strategy_of(row), _extras(row, lower).get("gradients", 0)
+    why = "" if strategy is None else backend_of(strategy).more_gradients
+    if why and extra > 0:
+        return f"{why} ({size(extra)} more)"
+    return _largest_extra(row, lower)
+
+
+def _extras(row: Row, lower: Row) -> dict[str, int]:
+    """Return by how many bytes a run exceeds the other beyond the states, by category."""
+    ours, theirs = _beyond_states(row), _beyond_states(lower)
+    return {name: count - theirs.get(name, 0) for name, count in ours.items() if theirs}
 
 
 def _largest_extra(row: Row, lower: Row) -> str:
     """Name the category beyond the states in which a run exceeds the other run most."""
-    ours, theirs = _beyond_states(row), _beyond_states(lower)
-    extras = {name: count - theirs.get(name, 0) for name, count in ours.items()}
+    extras = _extras(row, lower)
     most = max(extras, key=lambda name: extras[name], default=None)
-    if most is None or not theirs or extras[most] <= 0:
+    if most is None or extras[most] <= 0:
         return "what its kernels and the allocator hold beside its tensors"
     return f"at its fullest moment {size(extras[most])} more are {BEYOND_STATES[most]}"
 

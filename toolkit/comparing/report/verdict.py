@@ -180,6 +180,16 @@ def _memory(good: Sequence[Row], results: Results) -> Conclusion:
     if size(base[0]) != size(least):
         most, largest = base
     saved = share((most - least) / most)
+    held = [(states, other) for _, other in sizes if (states := states_of(other)) is not None]
+    fewest, other = min(held, key=lambda pair: pair[0], default=(least, row))
+    if read is not states_of and size(fewest) != size(states_of(row)):
+        of_each = unit.partition(" at")[0]
+        return Conclusion(
+            f"{other['name']} held the smallest states ({size(fewest)} {of_each}), "
+            f"while {row['name']} had the lowest peak ({size(least)}, {saved} less than "
+            f"{largest['name']})",
+            f"{text} The smallest states were those of {other['name']} ({size(fewest)}).",
+        )
     return Conclusion(
         f"{row['name']} needed the least memory: {size(least)} {unit}, {saved} less than "
         f"{largest['name']}",

@@ -5,6 +5,8 @@ They are made from `results.json` alone, so another machine or a newer toolkit c
 
 from __future__ import annotations
 
+from contextlib import suppress
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -53,9 +55,9 @@ def render_page(results: Results, *, show_speed: bool = False) -> str:
     kinds += ["rehearsal on the CPU"] if results["rehearsal"] else []
     kinds += [] if results["complete"] else ["not finished"]
     return page.render_page(
-        results["name"],
+        title_of(results),
         kind=" · ".join(kinds),
-        tab=f"Comparison {results['name']}",
+        tab=title_of(results),
         head={
             "rehearsal": REHEARSAL if results["rehearsal"] else "",
             "verdict": escaped(verdict(results)),
@@ -65,6 +67,20 @@ def render_page(results: Results, *, show_speed: bool = False) -> str:
         parts=[_by_name(runs, results, show_speed), _figures(results, show_speed), *others],
         foot="Made from results.json alone; `toolkit report` with this folder makes it again.",
     )
+
+
+def title_of(results: Results) -> str:
+    """Return model, data and date of a comparison; its name where the model is not known."""
+    fixed = results["fixed"]
+    known = [str(fixed[name]) for name in ("model", "data") if fixed.get(name)]
+    if not known:
+        return f"Comparison {results['name']}"
+    names = [Path(name).name if name.startswith(("/", "~", ".")) else name for name in known]
+    # Older results have no date; a folder's usual name is one.
+    day = results.get("date") or results["name"].partition("-")[0]
+    with suppress(ValueError):
+        return f"{' on '.join(names)}, {date.fromisoformat(day):%-d %B %Y}"
+    return " on ".join(names)
 
 
 def _by_name(runs: Section, results: Results, show_speed: bool) -> Section:
@@ -135,7 +151,7 @@ def render_markdown(results: Results, *, show_speed: bool = False) -> str:
     """Return the report as GitHub markdown."""
     results = for_readers(results)
     head = [
-        f"# Comparison {escaped(results['name'])}",
+        f"# {escaped(title_of(results))}",
         REHEARSAL if results["rehearsal"] else "",
         f"**{escaped(verdict(results))}**",
         bullets(broken_lines(results)),

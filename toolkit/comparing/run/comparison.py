@@ -9,8 +9,10 @@ no rounding can have grown.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +42,7 @@ from toolkit.errors import UsageError
 from toolkit.escaping import one_line
 from toolkit.launching.folder_lock import lock_folder
 from toolkit.records.json_files import SCHEMA, write_json
+from toolkit.records.record import RECORD_FILE
 from toolkit.records.results import RESULTS_FILE, Control, Results, Row
 from toolkit.tables.terminal import print_line
 
@@ -317,6 +320,7 @@ class Comparison:
             environment=self.environment,
             runs=runs,
             name=one_line(self.folder.name),
+            date=self._date(),
             complete=complete and all(name in self.rows for name in order),
             rehearsal=self.plan.rehearsal,
             precision=self.options.precision,
@@ -325,6 +329,12 @@ class Comparison:
             dollars_per_hour=self.options.dollars_per_hour,
             not_measured={} if why_not is None else {"noise": why_not},
         )
+
+    def _date(self) -> str:
+        """Return the day on which the last run ended."""
+        folders = [start.folder for starts in self.finished.values() for start in starts]
+        ends = [(folder / RECORD_FILE).stat().st_mtime for folder in folders]
+        return datetime.fromtimestamp(max(ends, default=time.time())).date().isoformat()
 
     def _facts(self) -> dict[str, Any]:
         control = self.control_start()
