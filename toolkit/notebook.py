@@ -392,7 +392,9 @@ def _html(figure: ReportFigure, colours: dict[str, str]) -> str:
     if figure.svg is not None:
         drawing = Markup(figure.svg.replace("<svg ", '<svg style="width: 100%; height: auto" ', 1))
     small = Markup('<div style="font-size: 0.85em; color: var(--muted)">{}</div>')
-    lines = [small.format(line) for line in (keys, figure.caption, *figure.notes) if line]
+    lines = [
+        small.format(line) for line in (keys, figure.shows, figure.caption, *figure.notes) if line
+    ]
     text = Markup(
         '<div style="background: var(--paper); color: var(--ink); padding: 0.8em; '
         'max-width: 46em; font-family: sans-serif">'

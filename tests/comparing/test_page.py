@@ -151,6 +151,34 @@ def test_every_figure_is_there_with_a_name_a_caption_and_a_size(text, drawn):
         assert re.search(r"[Bb]ytes|[Ss]econd|nats", figure.caption), figure.name
 
 
+SHOWN = {
+    "speed": "Tokens a second are least in single-trainer (500) and most in fsdp-trainer-x4 "
+    "(1,200, 2.4 times as much).",
+    "memory": "The states take least in fsdp-trainer-x4 (0.25 GiB) and most in single-trainer, "
+    "ddp-trainer and ddp-loop (1.00 GiB, 4.0 times as much).",
+    "peak": "The tensors of the fullest moment take least in fsdp-trainer-x4 (0.30 GiB) and most "
+    "in single-trainer, ddp-trainer and ddp-loop (1.19 GiB, 4.0 times as much).",
+    "traffic": "Collectives carry least in ddp-trainer and ddp-loop (0.25 GiB) and most in "
+    "fsdp-trainer-x2 and fsdp-trainer-x4 (0.50 GiB, 2.0 times as much).",
+    "losses": "The losses go from 5.0000 to 4.0000; the largest gap to single-trainer is 1.0e-05, "
+    "in ddp-trainer at step 4.",
+    "steps": "A step takes the same in single-trainer, ddp-trainer, fsdp-trainer-x2, ddp-loop and "
+    "fsdp-trainer-x4: 0.500 s.",
+    "phases": "The longest phase is backward in single-trainer, ddp-trainer, fsdp-trainer-x2, "
+    "ddp-loop and fsdp-trainer-x4.",
+    "scaling": "The speed-up is least in fsdp-trainer-x2 (1.40x) and most in fsdp-trainer-x4 "
+    "(2.40x, 1.7 times as much).",
+}
+
+
+def test_every_figure_says_in_a_sentence_what_it_shows_in_these_runs(full_results, drawn, text):
+    if drawn[0].results["runs"][0]["memory"]["peak_bytes"] is None:
+        assert {figure.name: figure.shows for figure in drawn} == SHOWN
+    for figure in drawn:
+        assert re.fullmatch(r"[A-Z].*[^.]\.", figure.shows), figure.name
+        assert f'<p class="shows">{figure.shows}</p>' in text
+
+
 def test_without_matplotlib_the_page_is_made_and_says_how_to_get_the_figures(results, monkeypatch):
     monkeypatch.setattr(figures, "is_installed", lambda module: module != "matplotlib")
     page = page_of(results)

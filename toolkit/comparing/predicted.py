@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any, Final, TypedDict, cast
 
 from toolkit.errors import UsageError
+from toolkit.jobs.options import Method
 from toolkit.jobs.terms import Interval
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import estimate_memory, state_bytes, step_peak
@@ -96,7 +97,7 @@ def allocated_at_7b(strategy: str, ranks: int, method: str) -> int | str:
         method: `full`, `lora` or `qlora`.
     """
     try:
-        (row,) = plan("7b", gpus=ranks, strategies=strategy, method=method).rows
+        (row,) = plan("7b", gpus=ranks, strategies=strategy, method=cast(Method, method)).rows
         return round(row.memory.allocated.middle)
     except UsageError as error:
         return str(error)

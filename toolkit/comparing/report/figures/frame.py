@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, cast
 
-from toolkit.comparing.report.row_facts import predicted_peak, reason_for
+from toolkit.comparing.report.row_facts import listed, predicted_peak, reason_for
 from toolkit.comparing.report.svg import INK, SERIES, VARIABLES, drawing, inline
 from toolkit.records.results import Results, Row
 
@@ -40,6 +40,9 @@ class ReportFigure:
     caption: str
     rows: Sequence[Row] | None = None
     """Runs that the figure covers; None for all."""
+
+    shows: str = ""
+    """One sentence that says what it shows in these runs, from their numbers."""
 
     svg: str | None = None
     keys: list[Key] = field(default_factory=list[Key])
@@ -78,6 +81,24 @@ class ReportFigure:
             f"{part} for {'any run' if len(names) == runs else ', '.join(names)}: {reason}"
             for (part, reason), names in self.missing.items()
         ]
+
+
+def extremes(
+    start: str, values: Sequence[tuple[float, Row]], in_words: Callable[[float], str]
+) -> str:
+    """Return a sentence that names the runs with the least and the most; empty without a value."""
+    values = [(value, row) for value, row in values if finite(value)]
+    if not values:
+        return ""
+    least, most = min(value for value, _ in values), max(value for value, _ in values)
+    low, high = in_words(least), in_words(most)
+    first, last = (
+        listed([row for value, row in values if in_words(value) == words]) for words in (low, high)
+    )
+    if low == high:
+        return f"{start} the same in {first}: {low}."
+    times = f", {most / least:.1f} times as much" if least > 0 else ""
+    return f"{start} least in {first} ({low}) and most in {last} ({high}{times})."
 
 
 def colour_of(row: Row, results: Results) -> str:

@@ -53,6 +53,7 @@ def losses_and_gaps(results: Results) -> ReportFigure:
         figure.caption += " Here is no gap: there are not two runs to take it from."
     elif smallest is None:
         figure.caption += f" Here no step of any run differs from {name} at all."
+    figure.shows = _course(curves, gaps, name)
     _draw(figure, curves, gaps, smallest, control)
     # Runs that differ only in their processes have the same style and share a key.
     names: dict[tuple[str, bool], list[str]] = {}
@@ -62,6 +63,29 @@ def losses_and_gaps(results: Results) -> ReportFigure:
     for (colour, dashed), runs in names.items():
         figure.add_key(", ".join(runs), colour, "dashed" if dashed else "line")
     return figure
+
+
+def _course(curves: Curves, gaps: Curves, control: str) -> str:
+    """Say from where to where the losses go, and how far apart they come at most."""
+    first, last = ([losses[at] for _, losses in curves] for at in (0, -1))
+    text = f"The losses go from {_between(first)} to {_between(last)}"
+    apart = [
+        (gap, step, row)
+        for row, values in gaps
+        for step, gap in enumerate(values, start=1)
+        if math.isfinite(gap)
+    ]
+    if not apart:
+        return f"{text}."
+    gap, step, row = max(apart, key=lambda entry: entry[0])
+    if not gap:
+        return f"{text}, without any difference to {control}."
+    return f"{text}; the largest gap to {control} is {gap:.1e}, in {row['name']} at step {step}."
+
+
+def _between(losses: Sequence[float]) -> str:
+    low, high = f"{min(losses):.4f}", f"{max(losses):.4f}"
+    return low if low == high else f"{low} or {high}"
 
 
 def _draw(

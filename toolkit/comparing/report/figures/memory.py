@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from toolkit.comparing.predicted import MOVED, STATES
-from toolkit.comparing.report.figures.frame import Bar, ReportFigure, draw_bars
+from toolkit.comparing.report.figures.frame import Bar, ReportFigure, draw_bars, extremes
 from toolkit.comparing.report.row_facts import (
     host_in_peak_lines,
     peak_of,
@@ -56,7 +56,7 @@ def memory_by_category(results: Results) -> ReportFigure:
             figure.lacks(row, "No tick", why_not_predicted(row))
         tick = None if predicted is None else sum(predicted[name] for name in STATES)
         bars.append(Bar(row=row, parts=[memory[name] or 0 for name in STATES], tick=tick))
-    return _drawn(figure, bars, STATE_COLOURS)
+    return _drawn(figure, bars, STATE_COLOURS, start="The states take")
 
 
 def fullest_moment(results: Results) -> ReportFigure | None:
@@ -87,7 +87,7 @@ def fullest_moment(results: Results) -> ReportFigure | None:
         figure.caption += DEVICE
     if any(bar.tick is not None for bar in bars):
         figure.caption += " The tick is what the planner expects for the rows of that step."
-    return _drawn(figure, bars, PEAK_COLOURS)
+    return _drawn(figure, bars, PEAK_COLOURS, start="The tensors of the fullest moment take")
 
 
 def bytes_by_purpose(results: Results) -> ReportFigure:
@@ -111,7 +111,14 @@ def bytes_by_purpose(results: Results) -> ReportFigure:
         if tick is None:
             figure.lacks(row, "No tick", why_not_predicted(row))
         bars.append(Bar(row=row, parts=[moved[purpose] for purpose in (*MOVED, OTHER)], tick=tick))
-    return _drawn(figure, bars, TRAFFIC_COLOURS, of_one="none: one process", every_key=True)
+    return _drawn(
+        figure,
+        bars,
+        TRAFFIC_COLOURS,
+        start="Collectives carry",
+        of_one="none: one process",
+        every_key=True,
+    )
 
 
 def _drawn(
@@ -119,17 +126,26 @@ def _drawn(
     bars: Sequence[Bar],
     colours: Mapping[str, str],
     *,
+    start: str,
     of_one: str = "none",
     every_key: bool = False,
 ) -> ReportFigure:
     """Draw bars of bytes, each with its sum, and name the parts that at least one bar has.
 
     Args:
+        figure: The figure.
+        bars: Its bars; without one it stays empty.
+        colours: Colours of the parts by their names.
+        start: Words before the least and the most of the sums.
         of_one: Text at an empty bar of a run with one process.
         every_key: Whether parts that no bar has are named too.
     """
     if not bars:
         return figure
+    sums = [
+        (bar.total, bar.row) for bar in bars if of_one == "none" or bar.row["num_processes"] > 1
+    ]
+    figure.shows = extremes(start, sums, lambda held: size(round(held)))
     for number, (name, colour) in enumerate(colours.items()):
         if every_key or any(bar.parts[number] for bar in bars):
             figure.add_key(name, colour, "area")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from toolkit.backends.schedules import Placed, WorkKind, placed, work_of
-from toolkit.comparing.report.figures.frame import ReportFigure, label_of
+from toolkit.comparing.report.figures.frame import ReportFigure, extremes, label_of
 from toolkit.comparing.report.row_facts import measured
 from toolkit.comparing.report.svg import INK, PARTS
 from toolkit.records.fields import PipelineSlots
@@ -49,6 +49,8 @@ def bubbles(results: Results) -> ReportFigure | None:
         else:
             panels.append((row, work))
     if panels:
+        shares = [(row["pipeline"]["bubble"], row) for row, _ in panels if row["pipeline"]]
+        figure.shows = extremes("The share of idle slots is", shares, "{:.3g}".format)
         _draw(figure, panels)
     return figure
 

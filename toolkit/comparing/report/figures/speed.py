@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from toolkit.comparing.report.figures.frame import (
     ReportFigure,
     colour_of,
+    extremes,
     finite,
     label_of,
     style_of,
@@ -22,7 +23,7 @@ from toolkit.comparing.report.row_facts import (
 )
 from toolkit.comparing.report.sections.scaling import CPU_CORES, Scaled, scaled_runs
 from toolkit.comparing.report.svg import INK, PAPER
-from toolkit.comparing.report.words import unit_of
+from toolkit.comparing.report.words import tokens_per_second, unit_of
 from toolkit.records.results import Results, Row
 
 
@@ -70,6 +71,8 @@ def speed_and_memory(results: Results) -> ReportFigure:
             points.append(Point(count, speed, row))
     if not points:
         return figure
+    speeds = [(point.speed, point.row) for point in points]
+    figure.shows = extremes("Tokens a second are", speeds, tokens_per_second)
     _draw_points(figure, points, held)
     if both_engines(point.row["engine"] for point in points):
         figure.add_key("trainer", INK, "dot")
@@ -159,6 +162,8 @@ def scaling(results: Results) -> ReportFigure | None:
             lines.setdefault(f"{run.row['strategy']}-{run.row['engine']}", []).append(run)
     if not lines:
         return figure
+    gains = [(run.speed_up, run.row) for run in runs if run.speed_up is not None]
+    figure.shows = extremes("The speed-up is", gains, "{:.2f}x".format)
     _draw_lines(figure, list(lines.values()))
     for name, (first, *_) in lines.items():
         kind = "dashed" if first.row["engine"] == "loop" else "line"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from toolkit.comparing.report.figures.frame import (
@@ -10,10 +11,11 @@ from toolkit.comparing.report.figures.frame import (
     colour_of,
     draw_bars,
     draw_lines,
+    extremes,
     finite,
     name_lines,
 )
-from toolkit.comparing.report.row_facts import reason_for
+from toolkit.comparing.report.row_facts import listed, reason_for
 from toolkit.comparing.report.sections.scaling import CPU_TIMES, PHASES
 from toolkit.comparing.report.svg import INK, PARTS
 from toolkit.comparing.report.words import seconds
@@ -53,6 +55,7 @@ def step_times(results: Results) -> ReportFigure:
         figure.caption += f" {CPU_TIMES}"
     if not spans:
         return figure
+    figure.shows = extremes("A step takes", [(span[1], span[0]) for span in spans], seconds)
     _draw_spans(figure, spans)
     figure.add_key("median", INK, "dot")
     figure.add_key("up to the 90th percentile", INK, "area")
@@ -83,6 +86,16 @@ def _draw_spans(figure: ReportFigure, spans: list[tuple[Row, float, float]]) -> 
         axes.set_xlim(0, longest * 1.06 or 1)
         axes.set_xlabel("seconds a step")
         name_lines(axes, [row for row, _, _ in spans])
+
+
+def _longest(bars: Sequence[Bar]) -> str:
+    """Return a sentence that names the longest phase of each run."""
+    longest: dict[str, list[Row]] = {}
+    for bar in bars:
+        phase, _ = max(zip(PHASES, bar.parts, strict=True), key=lambda pair: pair[1])
+        longest.setdefault(phase, []).append(bar.row)
+    phases = [f"{phase} in {listed(rows)}" for phase, rows in longest.items()]
+    return f"The longest phase is {', and '.join(phases)}."
 
 
 def _starts(row: Row) -> list[float]:
@@ -121,6 +134,7 @@ def phases(results: Results) -> ReportFigure | None:
         bars.append(Bar(row=row, parts=[median or 0 for median in known]))
     if not bars:
         return figure
+    figure.shows = _longest(bars)
     draw_bars(
         figure, bars, PHASE_COLOURS, unit="seconds a step", text=lambda bar: seconds(bar.total)
     )
