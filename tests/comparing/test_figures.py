@@ -18,7 +18,7 @@ def matplotlib_figures(draw, results):
     figures = {}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(
-            frame, "inline", lambda figure, *, name, title: figures.update({name: figure})
+            frame, "inline", lambda figure, *, name, title, hints: figures.update({name: figure})
         )
         draw(results)
     return figures

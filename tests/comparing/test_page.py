@@ -1,15 +1,20 @@
 """`report.html`: what is in it, in which order, and what can never get into it."""
 
 import functools
+import json
 import re
+from base64 import b64encode
+from hashlib import sha256
 from html.parser import HTMLParser
 
 import pytest
+from places import ROOT
 
 from toolkit.comparing.predicted import no_prediction
 from toolkit.comparing.report import figures
 from toolkit.comparing.report.figures import draw_all, draw_one
 from toolkit.comparing.report.names import redact_results
+from toolkit.comparing.report.sections import GLOSSARY
 from toolkit.comparing.report.verdict import REHEARSAL
 from toolkit.comparing.report.write import render_markdown, render_page
 
@@ -53,7 +58,7 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         self.words.append(data)
-        if self.open and self.open[-1] in ("td", "th", "span") and self.cells:
+        if self.open and self.open[-1] in ("td", "th", "span", "a") and self.cells:
             self.cells[-1] += data
 
     @property
@@ -311,9 +316,15 @@ def test_no_cell_is_empty(text):
     assert all(cell.strip() for cell in page.cells)
 
 
-def test_the_page_needs_no_network_and_no_script(text):
+def test_the_page_needs_no_network_and_allows_no_script_but_its_own(text):
     page = Page(text)
-    assert not {"script", "iframe", "object", "img", "form"} & {tag for tag, _ in page.tags}
+    tags = [tag for tag, _ in page.tags]
+    assert not {"iframe", "object", "img", "form"} & {*tags}
+    assert tags.count("script") == 1
+    (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    digest = b64encode(sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}';" in text
+    assert text.count("script-src") == 1
     for tag, attributes in page.tags:
         assert not any(name.startswith("on") for name in attributes), tag
         for name in ("src", "href", "xlink:href"):
@@ -322,6 +333,75 @@ def test_the_page_needs_no_network_and_no_script(text):
     assert "default-src 'none'" in text
     assert 'name="viewport"' in text
     assert "prefers-color-scheme: dark" in text
+
+
+def test_the_contents_list_every_section(text):
+    (nav,) = re.findall(r'<nav id="contents".*?</nav>', text, re.DOTALL)
+    listed = re.findall(r'<a href="#(.+?)">(.+?)</a>', nav)
+    assert listed == re.findall(r'<section id="(.+?)".*?>\s*<h2>(.+?)</h2>', text)
+    assert {"table", "figures", "agreement", "words"} < {anchor for anchor, _ in listed}
+
+
+def test_the_first_use_of_a_word_in_a_section_leads_to_its_meaning(text):
+    page = Page(text)
+    links = [attrs["href"][1:] for _, attrs in page.tags if attrs.get("class") == "word"]
+    assert {*links} <= {*page.ids}
+    assert {"words-gap", "words-control", "words-states", "words-rank"} < {*links}
+    for section in re.findall(r"<section.*?</section>", text, re.DOTALL):
+        within = re.findall(r'class="word" href="(.+?)"', section)
+        assert len(within) == len({*within})
+        assert not within or 'id="words"' not in section
+
+
+def test_the_words_are_those_of_the_glossary():
+    docs = (ROOT / "docs" / "glossary.md").read_text()
+    wanted = docs[docs.index("## ") :].replace("## ", "### ")
+    assert GLOSSARY.read_text() == re.sub(r"\s*\(\[.*?\]\(.*?\)\)", "", wanted, flags=re.DOTALL)
+
+
+def test_paths_of_a_command_are_relative_to_the_report(results):
+    command = "accelerate launch --config_file=/a/b/ddp-trainer-1/x.yaml -m toolkit.train /a/ddp-1"
+    results["runs"][1] |= {"command": command, "folder": "ddp-trainer-1"}
+    for text in (render_page(results), render_markdown(results)):
+        assert "--config_file=ddp-trainer-1/x.yaml -m toolkit.train /a/ddp-1" in text
+        assert "relative to the folder of this report" in text
+
+
+def test_each_shape_knows_its_run_and_its_value(drawn, text, rehearsal):
+    shapes = [
+        (attrs["data-run"], attrs.get("data-tip", ""))
+        for _, attrs in Page(text).tags
+        if "data-run" in attrs
+    ]
+    names = [row["name"] for row in drawn[0].results["runs"]]
+    assert {run for run, _ in shapes} == {str(number) for number in range(5)}
+    for run, tip in shapes:
+        assert not tip or tip.startswith(f"{names[int(run)]}: "), tip
+    tips = {tip for _, tip in shapes}
+    assert "fsdp-trainer-x4: optimizer states 0.12 GiB" in tips
+    assert "ddp-trainer: backward 0.250 s" in tips
+    assert "ddp-trainer: median 0.500 s, 90th percentile 0.600 s" in tips
+    held = "0.30 GiB" if rehearsal else "0.31 GiB"
+    assert f"fsdp-trainer-x4: 1,200 tokens/s, {held}" in tips
+    tags = [attrs for _, attrs in Page(text).tags]
+    (runs,) = [json.loads(attrs["data-runs"]) for attrs in tags if "data-runs" in attrs]
+    assert [name for name, _ in runs] == names
+
+
+def test_each_step_has_the_losses_of_all_runs_under_the_pointer(drawn):
+    losses = named("losses", drawn)
+    tips = re.findall(r'data-tip="(step .*?)"', losses.svg)
+    assert len(tips) == 2 * 4  # of losses, and of gaps
+    lines = tips[3].split("&#10;")
+    assert lines[0] == "step 4"
+    assert "ddp-trainer: 4.0000, gap 1.0e-05" in lines
+    assert "single-trainer: 4.0000" in lines
+
+
+def test_a_long_course_has_no_step_under_the_pointer(results):
+    for row in results["runs"]:
+        row["losses"] = row["losses"] and [4.0] * 201
+    assert "data-tip" not in figure_of(results, "losses").svg
 
 
 def test_figures_take_their_colours_from_the_page(drawn):

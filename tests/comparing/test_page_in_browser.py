@@ -32,6 +32,8 @@ found.textContent = JSON.stringify({
   figures: Object.fromEntries([...document.querySelectorAll("figure")].map(
     each => [each.id, box(each.querySelector("svg"))])),
   letters: [...document.querySelectorAll("svg text")].map(each => box(each)[1]),
+  frames: Object.fromEntries([...document.querySelectorAll(".scroll")].map(
+    each => [each.closest("section").id, each.scrollWidth - each.clientWidth])),
   wide: document.documentElement.scrollWidth - innerWidth,
   over: within.map(each => each.outerHTML.slice(0, 200)),
   paper: getComputedStyle(document.body).backgroundColor,
@@ -74,9 +76,9 @@ def page(text, tmp_path):
     return path
 
 
-def with_script(page, *, allowed):
+def with_script(page, *, allowed, script=LOOK):
     """Return a copy that has a script in it, and the page's own word on scripts or not."""
-    text = page.read_text().replace("</body>", f"{LOOK}</body>")
+    text = page.read_text().replace("</body>", f"{script}</body>")
     if allowed:
         text = re.sub(r'<meta http-equiv="Content-Security-Policy".*?>', "", text)
     copy = page.with_name("copy.html")
@@ -110,9 +112,54 @@ def test_every_figure_has_a_size_and_nothing_is_wider_than_the_page(browse, page
     assert min(found["letters"]) >= 9
     assert found["wide"] <= 0
     assert found["over"] == []
+    assert {"table", "agreement", "memory", "traffic"} < found["frames"].keys()
+    assert max(found["frames"].values()) <= 0, found["frames"]
     paper, ink = (sum(map(int, re.findall(r"\d+", found[each])[:3])) for each in ("paper", "ink"))
     assert abs(paper - ink) > 450
     assert (paper < ink) == (theme == "dark")
+
+
+POINT = """
+<script>
+const shape = document.querySelector('#figure-memory [data-run="1"][data-tip]');
+const at = shape.getBoundingClientRect();
+const found = document.createElement("output");
+found.id = "found";
+const point = (x, y) => {
+  const under = document.elementFromPoint(x, y);
+  under.dispatchEvent(new PointerEvent("pointermove", {bubbles: true, clientX: x, clientY: y}));
+};
+point(at.x + at.width / 2, at.y + at.height / 2);
+const tip = document.getElementById("tip");
+const shown = [tip.hidden, tip.textContent];
+point(1, 1);
+const away = tip.hidden;
+const boxes = [...document.querySelectorAll("fieldset input")];
+boxes[1].click();
+const hidden = getComputedStyle(shape).visibility;
+boxes[1].click();
+const names = boxes.map(box => box.parentElement.textContent);
+const visible = getComputedStyle(shape).visibility;
+found.textContent = JSON.stringify({shown, away, hidden, visible, names});
+document.body.append(found);
+</script>
+"""
+
+
+def test_values_stand_under_the_pointer_and_runs_are_switched_off_and_on(browse, page):
+    said, dom = browse(with_script(page, allowed=True, script=POINT), "--dump-dom")
+    assert said == []
+    found = json.loads(html.unescape(re.search(r'id="found">(.*?)</output>', dom)[1]))
+    assert found["shown"] == [False, "ddp-trainer: parameters 0.25 GiB"]
+    assert found["away"] is True
+    assert (found["hidden"], found["visible"]) == ("hidden", "visible")
+    assert found["names"][:2] == ["single-trainer", "ddp-trainer"]
+
+
+def test_the_page_s_own_script_runs_as_it_is(browse, page):
+    said, dom = browse(page, "--dump-dom")
+    assert said == []
+    assert "Runs in the figures" in re.sub(r"<script>.*?</script>", "", dom, flags=re.DOTALL)
 
 
 def test_the_page_forbids_a_script_that_got_into_it(browse, page):

@@ -10,9 +10,9 @@ import io
 import re
 import warnings
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 INK: Final = "#010203"
 FAINT: Final = "#010204"
@@ -68,10 +68,27 @@ def drawing(name: str) -> Generator[None]:
         yield
 
 
-def inline(figure: Any, *, name: str, title: str) -> str:
+class Hint(NamedTuple):
+    """What a page knows of one shape of a figure."""
+
+    run: int | None
+    """Number of its run, with which it is switched off; None for a shape of all runs."""
+
+    text: str = ""
+    """Words under the pointer; empty for none."""
+
+
+def inline(
+    figure: Any, *, name: str, title: str, hints: Mapping[str, Sequence[Hint]] | None = None
+) -> str:
     """Return the figure as an `<svg>` for a page, with a title for screen readers.
 
-    `name` is put before every id, since all figures of a page share one namespace of ids.
+    Args:
+        figure: The matplotlib figure.
+        name: Put before every id, since all figures of a page share one namespace of ids.
+        title: What it is a figure of.
+        hints: The hints on an artist's shapes in their order, or one on the whole artist, by its
+            gid.
     """
     from matplotlib.backends import backend_svg as untyped
 
@@ -82,6 +99,9 @@ def inline(figure: Any, *, name: str, title: str) -> str:
     root = ElementTree.fromstring(stream.getvalue())
     for element in root.iter():
         element.tag = element.tag.partition("}")[2] or element.tag
+    for element in root.iter("g"):
+        _annotate(element, (hints or {}).get(element.get("id", ""), ()))
+    for element in root.iter():
         attributes = {key.partition("}")[2] or key: text for key, text in element.attrib.items()}
         element.attrib.clear()
         element.attrib.update({key: _attribute(key, attributes[key], name) for key in attributes})
@@ -95,6 +115,22 @@ def inline(figure: Any, *, name: str, title: str) -> str:
     label.text = title
     root.insert(0, label)
     return ElementTree.tostring(root, encoding="unicode")
+
+
+def _annotate(element: ElementTree.Element, hints: Sequence[Hint]) -> None:
+    """Tell the shapes of an artist whose they are, and what to show under the pointer."""
+    shapes = [element]
+    if len(hints) != 1:
+        defined = [path for defs in element.iter("defs") for path in defs.iter("path")]
+        drawn = [*element.iter("path"), *element.iter("use")]
+        shapes = [shape for shape in drawn if shape not in defined]
+    if len(shapes) != len(hints):  # hidden ones, or an artist without hints
+        return
+    for shape, hint in zip(shapes, hints, strict=True):
+        if hint.run is not None:
+            shape.set("data-run", str(hint.run))
+        if hint.text:
+            shape.set("data-tip", hint.text)
 
 
 def _attribute(key: str, text: str, name: str) -> str:

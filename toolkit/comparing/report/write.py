@@ -5,6 +5,7 @@ They are made from `results.json` alone, so another machine or a newer toolkit c
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
 from typing import TYPE_CHECKING
 
 from toolkit.comparing.report.figures import draw_all
+from toolkit.comparing.report.figures.frame import colour_of
 from toolkit.comparing.report.row_facts import baseline, is_control
+from toolkit.comparing.report.svg import VARIABLES
 from toolkit.tables import page
 from toolkit.tables.grid import Section
 
@@ -65,6 +68,7 @@ def render_page(results: Results, *, show_speed: bool = False) -> str:
             "findings": escaped(findings(results)),
         },
         parts=[_by_name(runs, results, show_speed), _figures(results, show_speed), *others],
+        script=page.SCRIPT.read_text(encoding="utf-8"),
         foot="Made from results.json alone; `toolkit report` with this folder makes it again.",
     )
 
@@ -113,7 +117,9 @@ def _figures(results: Results, show_speed: bool) -> Markup:
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         FIGURES.read_text(encoding="utf-8")
     )
-    return Markup(template.render(figures=draw_all(results, show_speed=show_speed)))
+    runs = [(row["name"], VARIABLES[colour_of(row, results)]) for row in results["runs"]]
+    figures = draw_all(results, show_speed=show_speed)
+    return Markup(template.render(figures=figures, runs=json.dumps(runs)))
 
 
 REPORT_FILE: Final = "report.md"

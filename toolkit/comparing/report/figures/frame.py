@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, cast
 
 from toolkit.comparing.report.row_facts import listed, predicted_peak, reason_for
-from toolkit.comparing.report.svg import INK, SERIES, VARIABLES, drawing, inline
+from toolkit.comparing.report.svg import INK, SERIES, VARIABLES, Hint, drawing, inline
 from toolkit.records.results import Results, Row
 
 WIDTH: Final = 4.4
@@ -44,6 +44,9 @@ class ReportFigure:
     shows: str = ""
     """One sentence that says what it shows in these runs, from their numbers."""
 
+    hints: dict[str, list[Hint]] = field(default_factory=dict[str, list[Hint]])
+    """gid of an artist -> a hint on each of its shapes, or one on all of them."""
+
     svg: str | None = None
     keys: list[Key] = field(default_factory=list[Key])
     missing: dict[tuple[str, str], list[str]] = field(
@@ -64,6 +67,16 @@ class ReportFigure:
     def add_key(self, text: str, colour: str, kind: Mark) -> None:
         self.keys.append(Key(text, VARIABLES.get(colour, colour), kind))
 
+    def gid(self, *hints: Hint) -> str:
+        """Keep hints on an artist, and return the gid that it is drawn with."""
+        gid = f"hints-{len(self.hints)}"
+        self.hints[gid] = [*hints]
+        return gid
+
+    def hint(self, row: Row, text: str = "") -> Hint:
+        """Return the hint on a shape of a run."""
+        return Hint(self.results["runs"].index(row), text and f"{row['name']}: {text}")
+
     @contextmanager
     def canvas(self, height: float, *, layout: str | None = "constrained") -> Generator[Any]:
         """Yield an empty matplotlib figure, `height` in inches, and keep it as `svg` at the end."""
@@ -72,7 +85,7 @@ class ReportFigure:
 
             figure = cast("Any", Figure(figsize=(WIDTH, height), layout=cast("Any", layout)))
             yield figure
-            self.svg = inline(figure, name=self.name, title=self.title)
+            self.svg = inline(figure, name=self.name, title=self.title, hints=self.hints)
 
     @property
     def notes(self) -> list[str]:
@@ -169,16 +182,27 @@ class Bar:
 def draw_bars(
     figure: ReportFigure,
     bars: Sequence[Bar],
-    colours: Sequence[str],
+    colours: Mapping[str, str],
     *,
     unit: str,
     divisor: float = 1,
+    in_words: Callable[[float], str],
     text: Callable[[Bar], str],
 ) -> None:
-    """Draw one bar per run, with lengths in `unit` after division by `divisor`."""
+    """Draw one bar per run, with lengths in `unit` after division by `divisor`.
+
+    Args:
+        figure: The figure.
+        bars: The bars, from the top.
+        colours: Colours of the parts by their names.
+        unit: The unit of the axis.
+        divisor: Its size.
+        in_words: Returns a length as it stands under the pointer.
+        text: Returns the text at the end of a bar.
+    """
     with figure.canvas(0.6 + 0.26 * len(bars)) as canvas:
         axes = canvas.subplots()
-        _draw_parts(axes, bars, colours, divisor)
+        _draw_parts(figure, axes, bars, colours, divisor=divisor, in_words=in_words)
         _draw_marks(axes, bars, divisor)
         for place, bar in enumerate(bars):
             # They end within the axes, whose limit leaves room: measuring each takes long.
@@ -190,24 +214,36 @@ def draw_bars(
                 va="center",
                 fontsize=8,
                 in_layout=False,
+                gid=figure.gid(figure.hint(bar.row)),
             )
         axes.set_xlim(0, max(bar.end for bar in bars) / divisor * 1.3 or 1)
         axes.set_xlabel(unit)
         name_lines(axes, [bar.row for bar in bars])
 
 
-def _draw_parts(axes: Any, bars: Sequence[Bar], colours: Sequence[str], divisor: float) -> None:
+def _draw_parts(
+    figure: ReportFigure,
+    axes: Any,
+    bars: Sequence[Bar],
+    colours: Mapping[str, str],
+    *,
+    divisor: float,
+    in_words: Callable[[float], str],
+) -> None:
     """Draw the parts of all bars, those of one colour at once."""
     from matplotlib.collections import PolyCollection
 
     starts = [0.0] * len(bars)
-    for number, colour in enumerate(colours):
+    for number, (name, colour) in enumerate(colours.items()):
+        hints = [figure.hint(bar.row, f"{name} {in_words(bar.parts[number])}") for bar in bars]
         boxes: list[list[tuple[float, float]]] = []
         for place, bar in enumerate(bars):
             left, starts[place] = starts[place], starts[place] + bar.parts[number] / divisor
             low, high, right = place - 0.31, place + 0.31, starts[place]
             boxes.append([(left, low), (right, low), (right, high), (left, high)])
-        axes.add_collection(PolyCollection(boxes, facecolors=colour, linewidths=0))
+        axes.add_collection(
+            PolyCollection(boxes, facecolors=colour, linewidths=0, gid=figure.gid(*hints))
+        )
 
 
 def _draw_marks(axes: Any, bars: Sequence[Bar], divisor: float) -> None:

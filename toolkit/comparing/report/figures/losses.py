@@ -8,7 +8,11 @@ from typing import Any, Final
 
 from toolkit.comparing.report.figures.frame import ReportFigure, colour_of, style_of
 from toolkit.comparing.report.row_facts import control_row
+from toolkit.comparing.report.svg import Hint
 from toolkit.records.results import Results, Row
+
+MOST_STEPS: Final = 200
+"""Steps up to which each has its values under the pointer."""
 
 MARKED: Final = 50
 """Most steps for which the line has a mark at each step."""
@@ -98,30 +102,68 @@ def _draw(
         else:
             frames = list(canvas.subplots(2, 1, sharex=True, height_ratios=(3, 2)))
         for row, losses in curves:
-            _curve(frames[0], row, losses, figure.results, width=3.5 if row is control else 1.2)
+            _curve(figure, frames[0], row, losses, width=3.5 if row is control else 1.2)
         frames[0].set_ylabel("loss")
         lowest = frames[-1]
         if smallest is not None:
             floor = 10 ** math.floor(math.log10(smallest) - 0.3)
             for row, values in gaps:
-                _curve(lowest, row, [max(gap, floor) for gap in values], figure.results, width=0.9)
+                _curve(figure, lowest, row, [max(gap, floor) for gap in values], width=0.9)
             lowest.set_yscale("log")
             lowest.set_ylim(bottom=floor)
             lowest.yaxis.set_major_formatter(_power_of_ten)
             lowest.set_ylabel("gap")
+        for axes in frames:
+            _draw_steps(figure, axes, curves, gaps)
         lowest.set_xlabel("optimizer step")
         lowest.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _draw_steps(figure: ReportFigure, axes: Any, curves: Curves, gaps: Curves) -> None:
+    """Draw an unseen band for each step, with all its losses and gaps under the pointer."""
+    from matplotlib.collections import PolyCollection
+
+    steps = max(len(losses) for _, losses in curves)
+    if steps > MOST_STEPS:
+        return
+    apart = {row["name"]: values for row, values in gaps}
+    bands: list[list[tuple[float, int]]] = []
+    hints: list[Hint] = []
+    for step in range(1, steps + 1):
+        bands.append([(step - 0.5, 0), (step - 0.5, 1), (step + 0.5, 1), (step + 0.5, 0)])
+        lines = [f"step {step}"]
+        for row, losses in curves:
+            if step <= len(losses):
+                gap = apart.get(row["name"], [])[step - 1 : step]
+                beside = f", gap {gap[0]:.1e}" if gap else ""
+                lines.append(f"{row['name']}: {losses[step - 1]:.4f}{beside}")
+        hints.append(Hint(None, "\n".join(lines)))
+    limits = axes.get_xlim()
+    axes.add_collection(
+        PolyCollection(
+            bands,
+            facecolors=(0, 0, 0, 0),
+            linewidths=0,
+            transform=axes.get_xaxis_transform(),
+            gid=figure.gid(*hints),
+        ),
+        autolim=False,
+    )
+    axes.set_xlim(limits)
 
 
 def _power_of_ten(value: float, _: object) -> str:
     return f"{value:.0e}"
 
 
-def _curve(axes: Any, row: Row, values: Sequence[float], results: Results, *, width: float) -> None:
+def _curve(
+    figure: ReportFigure, axes: Any, row: Row, values: Sequence[float], *, width: float
+) -> None:
     axes.plot(
         range(1, len(values) + 1),
         [value if math.isfinite(value) else math.nan for value in values],
-        color=colour_of(row, results),
+        color=colour_of(row, figure.results),
+        gid=figure.gid(figure.hint(row)),
         linestyle=style_of(row),
         linewidth=width,
         alpha=0.45 if width > 2 else 1,

@@ -160,5 +160,13 @@ def _drawn(
             return size(round(bar.total))
         return of_one if bar.row["num_processes"] == 1 else "none"
 
-    draw_bars(figure, bars, list(colours.values()), unit=unit, divisor=divisor, text=text)
+    draw_bars(
+        figure,
+        bars,
+        colours,
+        unit=unit,
+        divisor=divisor,
+        in_words=lambda held: size(round(held)),
+        text=text,
+    )
     return figure

@@ -8,7 +8,7 @@ from toolkit.backends.schedules import Placed, WorkKind, placed, work_of
 from toolkit.comparing.report.figures.frame import ReportFigure, extremes, label_of
 from toolkit.comparing.report.row_facts import measured
 from toolkit.comparing.report.svg import INK, PARTS
-from toolkit.records.fields import PipelineSlots
+from toolkit.records.fields import PipelineSlots, value_at
 from toolkit.records.results import Results, Row
 
 COLOURS: Final[dict[WorkKind, str]] = {
@@ -49,7 +49,7 @@ def bubbles(results: Results) -> ReportFigure | None:
         else:
             panels.append((row, work))
     if panels:
-        shares = [(row["pipeline"]["bubble"], row) for row, _ in panels if row["pipeline"]]
+        shares = [(value_at(row, "pipeline.bubble"), row) for row, _ in panels]
         figure.shows = extremes("The share of idle slots is", shares, "{:.3g}".format)
         _draw(figure, panels)
     return figure

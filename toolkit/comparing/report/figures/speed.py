@@ -23,7 +23,7 @@ from toolkit.comparing.report.row_facts import (
 )
 from toolkit.comparing.report.sections.scaling import CPU_CORES, Scaled, scaled_runs
 from toolkit.comparing.report.svg import INK, PAPER
-from toolkit.comparing.report.words import tokens_per_second, unit_of
+from toolkit.comparing.report.words import size, tokens_per_second, unit_of
 from toolkit.records.results import Results, Row
 
 
@@ -94,10 +94,12 @@ def _draw_points(figure: ReportFigure, points: Sequence[Point], held: str) -> No
         wanted = [point.speed / fastest for point in points]
         places = _spread(wanted, apart=0.155 / (height - 0.56))
         for point, place in zip(points, places, strict=True):
-            _point(axes, point, place, colour_of(point.row, figure.results), divisor)
+            _point(figure, axes, point, place, divisor)
 
 
-def _point(axes: Any, point: Point, place: float, colour: str, divisor: int) -> None:
+def _point(figure: ReportFigure, axes: Any, point: Point, place: float, divisor: int) -> None:
+    colour = colour_of(point.row, figure.results)
+    text = f"{tokens_per_second(point.speed)} tokens/s, {size(point.held)}"
     at = (point.held / divisor, point.speed)
     arrow = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.7}
     axes.annotate(
@@ -108,6 +110,7 @@ def _point(axes: Any, point: Point, place: float, colour: str, divisor: int) -> 
         va="center",
         fontsize=8.5,
         annotation_clip=False,
+        gid=figure.gid(figure.hint(point.row)),
         arrowprops={**arrow, "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 2},
     )
     axes.plot(
@@ -117,6 +120,7 @@ def _point(axes: Any, point: Point, place: float, colour: str, divisor: int) -> 
         markeredgecolor=PAPER,
         markeredgewidth=0.6,
         markersize=6.5,
+        gid=figure.gid(figure.hint(point.row, text)),
     )
 
 

@@ -22,7 +22,9 @@ from toolkit.comparing.report.words import seconds
 from toolkit.records.fields import value_at
 from toolkit.records.results import Results, Row
 
-PHASE_COLOURS: Final = (PARTS[2], PARTS[1], PARTS[0], PARTS[3], PARTS[5])
+PHASE_COLOURS: Final = dict(
+    zip(PHASES, (PARTS[2], PARTS[1], PARTS[0], PARTS[3], PARTS[5]), strict=True)
+)
 
 
 def step_times(results: Results) -> ReportFigure:
@@ -78,7 +80,12 @@ def _draw_spans(figure: ReportFigure, spans: list[tuple[Row, float, float]]) -> 
             longest = max(longest, median, end, *starts)
         colours = [colour_of(row, figure.results) for row, _, _ in spans]
         ends = [[(median, at), (end, at)] for at, (_, median, end) in enumerate(spans)]
-        draw_lines(axes, ends, colours, width=5, alpha=0.45, capstyle="projecting")
+        hints = [
+            figure.hint(row, f"median {seconds(median)}, 90th percentile {seconds(end)}")
+            for row, median, end in spans
+        ]
+        gid = figure.gid(*hints)
+        draw_lines(axes, ends, colours, width=5, alpha=0.45, capstyle="projecting", gid=gid)
         for colour, places in dots.items():
             axes.plot(*zip(*places, strict=True), "o", color=colour, markersize=5.5)
         for colour, places in dots_of_starts.items():
@@ -136,8 +143,13 @@ def phases(results: Results) -> ReportFigure | None:
         return figure
     figure.shows = _longest(bars)
     draw_bars(
-        figure, bars, PHASE_COLOURS, unit="seconds a step", text=lambda bar: seconds(bar.total)
+        figure,
+        bars,
+        PHASE_COLOURS,
+        unit="seconds a step",
+        in_words=seconds,
+        text=lambda bar: seconds(bar.total),
     )
-    for phase, colour in zip(PHASES, PHASE_COLOURS, strict=True):
+    for phase, colour in PHASE_COLOURS.items():
         figure.add_key(phase, colour, "area")
     return figure

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from toolkit.comparing.report.runs_table import runs_table, speed_and_cost
@@ -21,6 +23,9 @@ from toolkit.comparing.report.words import facts
 from toolkit.records.results import Results
 from toolkit.tables.grid import Section
 from toolkit.tables.markdown import bullets, escaped, fenced
+
+GLOSSARY: Final = Path(__file__).parents[1] / "glossary.md"
+"""The words of a report, as `docs/glossary.md` has them."""
 
 OF_SPEED: Final = ("speed", "time", "warm-up", "scaling")
 """Sections that a rehearsal shows only where they are asked for."""
@@ -43,6 +48,7 @@ def report_sections(
         ("failures", "Failures", Section(failures(results))),
         ("missing", "Not measured", Section(notes=not_measured(results, show_speed=show_speed))),
         ("limits", "Limits", Section(notes=limits(results, show_speed=show_speed))),
+        ("words", "Words", Section(GLOSSARY.read_text(encoding="utf-8") if page else "")),
     )
     runs = runs_table(results, show_speed=show_speed)
     return [runs, *parts(results, show_speed=show_speed), *_titled(made)]
@@ -57,12 +63,25 @@ def _facts(recorded: Mapping[str, Any], *, page: bool) -> Section:
 
 
 def _commands(results: Results, *, page: bool) -> Section:
-    named = [(row["name"], row["command"]) for row in results["runs"] if row["command"] is not None]
+    named = [
+        (row["name"], _relative(command, row["folder"]))
+        for row in results["runs"]
+        if (command := row["command"]) is not None
+    ]
+    if not named:
+        return Section("No run was started.")
     if page:
         blocks = [f"### {escaped(name)}\n\n{fenced(line, language='sh')}" for name, line in named]
     else:
-        blocks = [fenced("\n".join(line for _, line in named), language="sh")] if named else []
-    return Section("\n\n".join(blocks) or "No run was started.")
+        blocks = [fenced("\n".join(line for _, line in named), language="sh")]
+    return Section("\n\n".join(["Paths are relative to the folder of this report.", *blocks]))
+
+
+def _relative(command: str, folder: str | None) -> str:
+    """Return a command with the paths into a run's folder relative to the comparison."""
+    if folder is None:
+        return command
+    return re.sub(rf"[^\s'\"=]*/(?={re.escape(folder)}(?:/|\s|$))", "", command)
 
 
 def parts(results: Results, *, show_speed: bool = False) -> list[Section]:
