@@ -12,6 +12,7 @@ from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from hashlib import sha256
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -164,13 +165,15 @@ def _with_frames(tokens: Sequence[Token], section: Section) -> Iterator[Token]:
     """Yield the tokens, with a frame around each table in which it scrolls."""
     header: list[str] = []
     line = column = 0
+    widest, is_wide = WIDE_WITH_ROLES if section.roles else WIDE, False
     for at, token in enumerate(tokens):
         match token.type:
             case "table_open":
                 header, line = [], -1
+                is_wide = _columns(tokens, at) > widest
                 if section.folded:
                     yield _html(f"<details><summary>All {len(section.rows)} lines</summary>\n")
-                yield _frame(section)
+                yield _frame(section.title, is_wide=is_wide)
             case "tr_open":
                 line, column = line + 1, 0
             case "th_open":
@@ -185,7 +188,7 @@ def _with_frames(tokens: Sequence[Token], section: Section) -> Iterator[Token]:
             case "td_open":
                 heading = header[column]
                 _value(tokens[at : at + 2], heading, is_words=heading in section.words)
-                if _is_wide(section):  # the name stands beside the value there
+                if is_wide:  # the name stands beside the value there
                     token.attrSet("data-label", heading)
                 column += 1
             case "heading_open" if section.id == WORDS:
@@ -222,17 +225,19 @@ def _text_of(inline: Token) -> str:
     return "".join(child.content for child in inline.children or [])
 
 
-def _is_wide(section: Section) -> bool:
-    return len(section.header) > (WIDE_WITH_ROLES if section.roles else WIDE)
+def _columns(tokens: Sequence[Token], at: int) -> int:
+    """Return the number of columns of the table that begins at a token."""
+    header = takewhile(lambda token: token.type != "tr_close", tokens[at:])
+    return sum(token.type == "th_open" for token in header)
 
 
-def _frame(section: Section) -> Token:
+def _frame(title: str, *, is_wide: bool) -> Token:
     """Return the start of a frame; of a wide table on a phone each line becomes a card."""
     from markupsafe import Markup
 
-    kind = "scroll wide" if _is_wide(section) else "scroll"
+    kind = "scroll wide" if is_wide else "scroll"
     opening = '<div class="{}" tabindex="0" role="region" aria-label="{}">\n'
-    return _html(Markup(opening).format(kind, section.title or "Table"))
+    return _html(Markup(opening).format(kind, title or "Table"))
 
 
 def _html(text: str) -> Token:
