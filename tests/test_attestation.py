@@ -142,7 +142,7 @@ def test_parameters_that_zero3_keeps_whole_are_named(outcomes):
 
 
 def test_what_zero3_keeps_gathered_is_said_beside_the_share():
-    every = {"zero_stage": 3, "resident_fraction": 1.5, "sharded_fraction": 0.5}
+    every = {"zero_stage": 3, "resident_fraction": 1.5, "held_fraction": 0.5}
     (note,) = kept_whole(every)
     assert note.startswith(
         "each rank keeps 100% of the parameters gathered between steps, beside its own share of "
@@ -162,7 +162,7 @@ def test_a_fact_that_was_not_asked_for_is_not_compared():
 def test_every_difference_is_listed_with_its_rank():
     asked = Requested(strategy=STRATEGIES["zero3"], num_processes=2, precision="bf16")
     wanted = asked.before_first_step()
-    engaged = wanted | {"zero_stage": 2, "sharded_fraction": 0.53, "parameter_dtypes": ["float32"]}
+    engaged = wanted | {"zero_stage": 2, "held_fraction": 0.53, "parameter_dtypes": ["float32"]}
     found = compare(wanted, engaged, rank=1)
     assert [str(mismatch) for mismatch in found] == [
         "zero_stage: asked 3, engaged 2 (rank 1)",

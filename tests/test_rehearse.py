@@ -19,9 +19,9 @@ from toolkit import rehearse
 
 STRATEGIES = ("ddp", "zero3", "fsdp")
 ENGAGED = {
-    "ddp": "distributed_type MULTI_GPU, num_processes 2, zero_stage 0, sharded_fraction 1.0",
-    "zero3": "distributed_type DEEPSPEED, num_processes 2, zero_stage 3, sharded_fraction 0.5",
-    "fsdp": "distributed_type FSDP, num_processes 2, zero_stage 0, sharded_fraction 0.5",
+    "ddp": "distributed_type MULTI_GPU, num_processes 2, zero_stage 0, held_fraction 1.0",
+    "zero3": "distributed_type DEEPSPEED, num_processes 2, zero_stage 3, held_fraction 0.5",
+    "fsdp": "distributed_type FSDP, num_processes 2, zero_stage 0, held_fraction 0.5",
 }
 
 

@@ -137,7 +137,11 @@ class Launched:
                 text = f"{losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} steps"
                 rows.append(("loss", text))
             engaged = (self.record["attestation"] or {}).get("engaged", {})
-            rows += [(name.replace("_", " "), _in_words(value)) for name, value in engaged.items()]
+            rows += [
+                (name.replace("_", " "), _in_words(value))
+                for name, value in engaged.items()
+                if name != "sharded_fraction"  # the older name of `held_fraction`
+            ]
         return rows
 
 

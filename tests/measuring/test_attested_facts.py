@@ -2,7 +2,7 @@
 
 import pytest
 
-from toolkit.measuring.attestation import MAY_BE_UNKNOWN, Requested, compare
+from toolkit.measuring.attestation import MAY_BE_UNKNOWN, Requested, as_recorded, compare
 from toolkit.strategies import STRATEGIES
 
 EVERY_STRATEGY = {
@@ -13,7 +13,7 @@ EVERY_STRATEGY = {
     "precision": "bf16",
     "replicas": 1,
     "zero_stage": 0,
-    "sharded_fraction": 1.0,
+    "held_fraction": 1.0,
     "offload_optimizer": "none",
     "offload_parameters": "none",
     "parameter_dtypes": ["float32"],
@@ -28,7 +28,7 @@ FSDP2 = {
     "wrapper": "FSDPModule",
     "layers_wrapped": True,
     "reshard_after_forward": True,
-    "sharded_fraction": 0.25,
+    "held_fraction": 0.25,
 }
 STAGES = {
     "distributed_type": "MULTI_GPU",
@@ -43,28 +43,27 @@ BEFORE = {
     "zero1": DEEPSPEED | {"zero_stage": 1},
     "zero2": DEEPSPEED | {"zero_stage": 2},
     "zero2_offload": DEEPSPEED | {"zero_stage": 2, "offload_optimizer": "cpu"},
-    "zero3": DEEPSPEED | {"zero_stage": 3, "sharded_fraction": 0.25},
+    "zero3": DEEPSPEED | {"zero_stage": 3, "held_fraction": 0.25},
     "zero3_offload": DEEPSPEED
-    | {"zero_stage": 3, "sharded_fraction": 0.25}
+    | {"zero_stage": 3, "held_fraction": 0.25}
     | {"offload_optimizer": "cpu", "offload_parameters": "cpu"},
     "zero3_nvme": DEEPSPEED
-    | {"zero_stage": 3, "sharded_fraction": 0.25}
+    | {"zero_stage": 3, "held_fraction": 0.25}
     | {"offload_optimizer": "nvme", "offload_parameters": "nvme"},
     "fsdp": FSDP2,
     "fsdp_grad_op": FSDP2 | {"reshard_after_forward": False},
     "fsdp_offload": FSDP2 | {"offload_optimizer": "cpu", "offload_parameters": "cpu"},
-    "fsdp_hybrid": FSDP2 | {"replicas": 2, "sharded_fraction": 0.5},
+    "fsdp_hybrid": FSDP2 | {"replicas": 2, "held_fraction": 0.5},
     "tensor": FSDP2 | {"distributed_type": "MULTI_GPU", "model_split_by": "tensor 2"},
     "tensor_ddp": FSDP2
     | {"distributed_type": "MULTI_GPU", "model_split_by": "tensor 2"}
-    | {"replicas": 2, "sharded_fraction": 0.5},
+    | {"replicas": 2, "held_fraction": 0.5},
     "context": FSDP2 | {"model_split_by": "context 4"},
-    "ulysses": DEEPSPEED
-    | {"zero_stage": 3, "sharded_fraction": 0.25, "model_split_by": "sequence 4"},
+    "ulysses": DEEPSPEED | {"zero_stage": 3, "held_fraction": 0.25, "model_split_by": "sequence 4"},
     "pipeline": STAGES | {"pipeline_schedule": "1f1b"},
     "layer_split": STAGES | {"pipeline_schedule": "one_at_a_time"},
     "three_d": STAGES
-    | {"pipeline_schedule": "1f1b", "pipeline_stages": 2, "sharded_fraction": 0.5}
+    | {"pipeline_schedule": "1f1b", "pipeline_stages": 2, "held_fraction": 0.5}
     | {"model_split_by": "pipeline 2, tensor 2", "mesh": "pipeline 2 x data 1 x tensor 2"},
     "parameter_server": {"distributed_type": "MULTI_GPU", "wrapper": "none", "servers": [0]},
 }
@@ -239,10 +238,10 @@ def test_a_fact_that_was_not_seen_is_refused_but_for_those_that_cannot_always_be
     assert bool(mismatches) is (fact not in unseen)
 
 
-@pytest.mark.parametrize("fraction", ["sharded_fraction", "optimizer_fraction"])
+@pytest.mark.parametrize("fraction", ["held_fraction", "optimizer_fraction"])
 @pytest.mark.parametrize("gap", [-0.04, 0.04])
 def test_padding_moves_a_share_by_less_than_a_twentieth(fraction, gap):
-    moment = "before" if fraction == "sharded_fraction" else "after"
+    moment = "before" if fraction == "held_fraction" else "after"
     wanted, expected = facts_of("zero3", moment)
     assert compare(wanted, engaged_as(expected) | {fraction: 0.25 + gap}, rank=0) == []
 
@@ -271,3 +270,9 @@ def test_gradients_that_are_summed_in_another_dtype_are_refused():
     (mismatch,) = compare(wanted, seen, rank=0)
     assert mismatch.what == "accumulation_dtype"
     assert compare(wanted, seen | {"accumulation_dtype": ["bfloat16", "float32"]}, rank=0) == []
+
+
+def test_a_record_keeps_the_older_name_of_the_share_that_a_rank_holds():
+    facts = {"zero_stage": 3, "held_fraction": 0.5}
+    assert as_recorded(facts) == facts | {"sharded_fraction": 0.5}
+    assert as_recorded({}) == {}

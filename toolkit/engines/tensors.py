@@ -254,8 +254,8 @@ def resident_fraction(model: torch.nn.Module, parameters_held: Iterable[torch.Te
     return held / total if total else 1.0
 
 
-def sharded_fraction(model: torch.nn.Module) -> float:
-    """Return the share of all parameters that this rank stores; 1.0 without sharding."""
+def held_fraction(model: torch.nn.Module) -> float:
+    """Return the share of all parameters that this rank keeps; 1.0 where it keeps them all."""
     sharded = total = 0
     for parameter in model.parameters():
         total += elements_of(parameter)

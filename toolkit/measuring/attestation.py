@@ -18,9 +18,9 @@ from toolkit.engines.tensors import (
     checkpoints_activations,
     dtype_name,
     elements_of,
+    held_fraction,
     local,
     resident_fraction,
-    sharded_fraction,
     tensors_in,
 )
 from toolkit.strategies import COMPUTE_DTYPES, Strategy
@@ -99,7 +99,7 @@ class Requested:
             "replicas": strategy.replicas,
             "model_split_by": strategy.model_split_by(self.num_processes),
             "activation_checkpointing": self.activation_checkpointing,
-            "sharded_fraction": 1 / self.shards if strategy.shards_parameters else 1.0,
+            "held_fraction": 1 / self.shards if strategy.shards_parameters else 1.0,
             "offload_optimizer": strategy.offload_optimizer,
             "offload_parameters": strategy.offload_parameters,
             "gradient_clipping": self.gradient_clipping,
@@ -170,7 +170,7 @@ def actual_before(accelerator: Any, model: Any) -> dict[str, Any]:
         "zero_stage": 0,
         "replicas": backend.replicas(),
         "activation_checkpointing": checkpoints_activations(model),
-        "sharded_fraction": round(sharded_fraction(model), 4),
+        "held_fraction": round(held_fraction(model), 4),
         "parameter_dtypes": _dtypes(p for p in model.parameters() if p.requires_grad),
         "offload_optimizer": "none",
         "offload_parameters": "none",
@@ -253,9 +253,16 @@ def compare(requested: dict[str, Any], actual: dict[str, Any], *, rank: int) -> 
     ]
 
 
+def as_recorded(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return facts with their names in records, of which the held share has an older one too."""
+    if "held_fraction" not in facts:
+        return facts
+    return facts | {"sharded_fraction": facts["held_fraction"]}
+
+
 def kept_whole(actual: dict[str, Any]) -> list[str]:
     """Say if ZeRO-3 holds more than its share: parameters below its threshold stay gathered."""
-    resident, sharded = actual["resident_fraction"], actual["sharded_fraction"]
+    resident, sharded = actual["resident_fraction"], actual["held_fraction"]
     if actual["zero_stage"] < 3 or resident - sharded <= FRACTION_TOLERANCE:
         return []
     return [

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from toolkit.engines.backend import backend_of
 from toolkit.engines.hooks import replace_method
 from toolkit.engines.optimizers import optimizer_of, pending_scale
-from toolkit.engines.tensors import elements_of, local, number, shape_of, sharded_fraction
+from toolkit.engines.tensors import elements_of, held_fraction, local, number, shape_of
 from toolkit.measuring.attestation import gather_objects
 from toolkit.records.evidence import (
     AFTER_FILE,
@@ -90,7 +90,7 @@ class EvidenceKeeper:
         module = accelerator.unwrap_model(model)
         # Of a pipeline, only the ranks of the last stage see a loss.
         self._in_stages = any(p.is_meta for _, p in self._backend.full_parameters())
-        self._sharded = sharded_fraction(model) < 1.0 or self._in_stages
+        self._sharded = held_fraction(model) < 1.0 or self._in_stages
         if self._main:
             self.folder.mkdir(parents=True, exist_ok=True)
         # Before all other hooks: FSDP2's own hook rounds the model's outputs to its output dtype.

@@ -417,8 +417,10 @@ class Recorder:
             "first_step": self.steps_before + 1,
             "earlier_losses": self._earlier_losses,
             "attestation": {
-                "asked": self.requested.before_first_step() | self.requested.after_first_step(),
-                "engaged": self.actual,
+                "asked": attestation.as_recorded(
+                    self.requested.before_first_step() | self.requested.after_first_step()
+                ),
+                "engaged": attestation.as_recorded(self.actual),
                 "held": not mismatches,
                 "mismatches": [asdict(mismatch) for mismatch in mismatches],
                 "notes": self.notes,

@@ -263,7 +263,7 @@ class _Script:
             steps = "its prepared optimizer made no step" if others else "no optimizer made a step"
             yield f"{name} engaged, and {steps}{others}"
             return
-        keys = ("distributed_type", "num_processes", "zero_stage", "sharded_fraction")
+        keys = ("distributed_type", "num_processes", "zero_stage", "held_fraction")
         keys += ("optimizer_fraction", "optimizer_class", "parameter_dtypes")
         shown_facts = [f"{key} {facts[key]}" for key in keys if key in facts]
         computed = str(self.products)
