@@ -70,6 +70,8 @@ class CellOutput(io.TextIOBase):
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
             self.line(line)
+        if self._rest:
+            self._redraw()
         return len(text)
 
     def line(self, line: str) -> None:
@@ -77,13 +79,18 @@ class CellOutput(io.TextIOBase):
         self._lines.append(line)
         if self._display is None:
             print(line, flush=True)  # noqa: T201
-        elif time.monotonic() - self._shown_at > REDRAW_SECONDS:
+        else:
+            self._redraw()
+
+    def _redraw(self) -> None:
+        if time.monotonic() - self._shown_at > REDRAW_SECONDS:
             self.show()
 
     def show(self, lines: Iterable[str] | None = None) -> None:
         """Show the lines that came after the last redraw, or others in place of all."""
         if self._display is not None:
-            shown = self._lines if lines is None else lines
+            begun = [self._rest] if self._rest else []
+            shown = [*self._lines, *begun] if lines is None else lines
             self._display.update({"text/plain": "\n".join(shown)}, raw=True)
             self._shown_at = time.monotonic()
 

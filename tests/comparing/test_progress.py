@@ -15,6 +15,7 @@ from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.plan import build_plan
 from toolkit.comparing.run.progress import (
     BUILT_IN,
+    QUIET_SECONDS,
     LiveTable,
     ProgressLines,
     TimeLeft,
@@ -96,11 +97,38 @@ def test_lines_say_start_announcements_and_end_of_a_run(plan, make_row):
         lines.step(3)  # too early to be worth a line
         lines.finish(run, make_row(strategy=run.strategy.name), None)
     first, compiling, ended, *second = stream.getvalue().splitlines()
-    assert first == "[1/2] single: 1 process, started"
+    assert first == "[1/2] single: 1 process"
     assert compiling == "[1/2] single: toolkit: compiling"
     assert ended.startswith("[1/2] single: ok in 12 s, final loss 4.9000")
-    assert second[0] == "[2/2] ddp: 2 processes, started"
+    assert second[0] == "[2/2] ddp: 2 processes"
     assert len(second) == 3
+
+
+SETTINGS = (
+    "toolkit: rehearsal of zero2: 2 ranks, 0 GPUs. Training runs on the CPU.",
+    "toolkit: deepspeed: reduce_bucket_size: 50000000 -> 162924, by the model's size",
+    "toolkit: deepspeed: gradient_clipping: auto -> 1.0, the run's own",
+    "toolkit: effective batch: 2 rows x 2 processes x 2 micro-batches = 8 rows",
+)
+
+
+def test_a_run_is_one_line_that_fills_and_its_settings_stand_in_the_log(plan, make_row):
+    stream = io.StringIO()
+    lines = ProgressLines(Console(file=stream, width=120), shown_name=plan.shown_name)
+    single, ddp = plan.runs
+    lines.start(single, 1, 2)
+    assert stream.getvalue() == "[1/2] single: 1 process"
+    for text in SETTINGS:
+        lines.line(text)
+    lines.printed_at = -QUIET_SECONDS
+    lines.step(7)
+    assert stream.getvalue() == "[1/2] single: 1 process, step 7"
+    lines.finish(single, make_row(strategy="single"), None)
+    (line,) = stream.getvalue().splitlines()
+    assert line.startswith("[1/2] single: 1 process, step 7, ok in 12 s, final loss 4.9000")
+    lines.start(ddp, 2, 2)
+    lines.say("Interrupted.")
+    assert stream.getvalue().splitlines()[1:] == ["[2/2] ddp: 2 processes", "Interrupted."]
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_two_good_runs_exit_0_and_leave_their_files(drawing_world):
     command = (folder / "command.txt").read_text()
     assert command.startswith("CUDA_VISIBLE_DEVICES='' ")
     assert f"--output_dir {folder}" in command
-    assert "started" in world.printed
+    assert "ddp: 2 processes" in world.printed
     assert "ddp: toolkit.train: ddp begins" in world.printed
     assert "gap 0.0e+00" in world.printed
 
@@ -671,7 +671,7 @@ def test_on_a_terminal_the_table_fills_row_by_row(world):
     assert world.compare("single", "ddp", terminal=True) == 0
     assert "waiting" in world.printed
     table = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", world.printed)
-    assert re.search(r"strategy +status +states +host peak +loss +gap", table)
+    assert re.search(r"strategy +status +states +RAM peak +7B GiB +loss +gap", table)
     assert re.search(r"run 2 of 2", table)
 
 

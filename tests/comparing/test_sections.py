@@ -8,7 +8,7 @@ from toolkit.comparing.report.figures.memory import fullest_moment
 from toolkit.comparing.report.figures.speed import speed_and_memory
 from toolkit.comparing.report.row_facts import planner_word
 from toolkit.comparing.report.runs_table import runs_table, speed_and_cost
-from toolkit.comparing.report.sections import parts
+from toolkit.comparing.report.sections import parts, report_sections
 from toolkit.comparing.report.sections.agreement import agreement
 from toolkit.comparing.report.sections.failures import failures, ranks
 from toolkit.comparing.report.sections.memory import fullest, held, over_ranks
@@ -55,6 +55,19 @@ def test_without_ddp_the_control_is_the_baseline(make_results, make_row):
 
 def test_processes_are_a_column_only_where_they_differ(make_results, make_row):
     assert "processes" not in runs_table(make_results(make_row())).header
+
+
+def test_what_was_fitted_to_a_run_is_listed_once_for_all_that_have_it(full_results):
+    results = full_results()
+    notes = ["reduce_bucket_size: 50000000 -> 162924, by the model's size", "x: auto -> 1.0"]
+    results["runs"][1]["attestation"] = {"notes": notes}
+    results["runs"][2]["attestation"] = {"notes": notes[:1]}
+    found = {section.id: section for section in report_sections(results)}
+    assert found["settings"].notes == [
+        f"ddp-trainer, fsdp-trainer-x2: {notes[0]}",
+        "ddp-trainer: x: auto -> 1.0",
+    ]
+    assert "settings" not in {section.id for section in report_sections(full_results())}
 
 
 def test_a_rehearsal_shows_the_peak_that_carries_over(full_results, bare_results):

@@ -38,10 +38,10 @@ SENTENCE: Final = 36
 COLOURS: Final[dict[Tone, str]] = {"good": "green", "warn": "yellow", "bad": "red"}
 
 
-def print_line(text: str, *, console: Console) -> None:
-    """Print `text` as one line, without secrets."""
+def print_line(text: str, *, console: Console, end: str = "\n") -> None:
+    """Print `text` as one line, without secrets; `end` stands behind it."""
     shown = one_line(redact_known(plain(text)))
-    console.print(shown, markup=False, highlight=False, soft_wrap=True)
+    console.print(shown, markup=False, highlight=False, soft_wrap=True, end=end)
 
 
 def print_tables(section: Section, *, console: Console) -> None:

@@ -28,6 +28,9 @@ STATUS_STYLES: Final = {"ok": "green", "skipped": "yellow", "waiting": "dim"}
 ANNOUNCEMENT: Final = re.compile(r"toolkit[.\w]*: ")
 """Prefix of a run's output lines for the user, such as the notice of a build of a minute."""
 
+SETTINGS: Final = ("rehearsal of ", "effective batch: ", "deepspeed: ")
+"""Beginnings of announcements that are not printed: they stand in the log and the report."""
+
 SPEED: Final = ("tokens/s", "step time")
 """Columns that are hidden in a rehearsal, where they do not predict the speed of GPUs."""
 
@@ -114,7 +117,7 @@ def waiting(text: str, *, console: Console) -> Generator[None]:
 
 
 class ProgressLines:
-    """Shows a comparison in lines: one when a run starts, one when it ends, and a few between."""
+    """Shows a comparison in lines: one for each run, which fills while it lasts."""
 
     def __init__(
         self, console: Console, *, shown_name: Callable[[Run], str] = lambda run: run.name
@@ -122,14 +125,30 @@ class ProgressLines:
         self.console = console
         self.shown_name = shown_name
         self.label = ""
+        self.is_open = False
+        """Whether the line of a run has no end yet."""
+
         self.left = TimeLeft()
         self.printed_at = 0.0
         self.printed: set[str] = set()
         """Announcements of the current run that were printed."""
 
     def say(self, text: str) -> None:
-        """Print a line about the whole comparison."""
+        """Print a line; that of a run goes on below it."""
+        self.close()
         print_line(text, console=self.console)
+
+    def close(self) -> None:
+        """End the line of a run."""
+        if self.is_open:
+            print_line("", console=self.console)
+        self.is_open = False
+
+    def add(self, text: str) -> None:
+        """Print more on the line of the current run."""
+        begun = f"{self.label}: " if not self.is_open else ", "
+        print_line(f"{begun}{text}", console=self.console, end="")
+        self.is_open = True
 
     def start(self, run: Run, position: int, total: int, repeat: str = "") -> None:
         """Show that a run begins, the `position`-th of `total`, with the number of its repeat."""
@@ -139,7 +158,8 @@ class ProgressLines:
         self.left.start(position, total)
         self.printed_at = time.monotonic()
         self.printed.clear()
-        self.say(f"{self.label}: {processes}, started")
+        self.close()
+        self.add(processes)
 
     def also(self, run: Run, text: str) -> None:
         """Say why a run without a row begins."""
@@ -149,7 +169,8 @@ class ProgressLines:
     def line(self, text: str) -> None:
         """Take one line of the run's output."""
         # Every rank may print the same announcement.
-        if ANNOUNCEMENT.match(text) and text not in self.printed:
+        found = ANNOUNCEMENT.match(text)
+        if found and text not in self.printed and not text.startswith(SETTINGS, found.end()):
             self.printed.add(text)
             self.say(f"{self.label}: {text}")
 
@@ -157,12 +178,13 @@ class ProgressLines:
         """Take the number of steps that every rank has finished."""
         if time.monotonic() - self.printed_at >= QUIET_SECONDS:
             self.printed_at = time.monotonic()
-            self.say(f"{self.label}: step {step}")
+            self.add(f"step {step}")
 
     def finish(self, run: Run, row: Row, control: Control | None) -> None:
         self.left.finish()
         words = "; ".join(filter(None, (_ending(row, control), self.left.words())))
-        self.say(f"{self.label}: {words}")
+        self.add(words)
+        self.close()
 
 
 class LiveTable(ProgressLines):
@@ -250,7 +272,11 @@ def show_progress(
 ) -> Generator[ProgressLines]:
     """Show a live table on a terminal while the context lasts, lines on anything else."""
     if not console.is_terminal:
-        yield ProgressLines(console, shown_name=plan.shown_name)
+        lines = ProgressLines(console, shown_name=plan.shown_name)
+        try:
+            yield lines
+        finally:
+            lines.close()
         return
     from rich.live import Live
 

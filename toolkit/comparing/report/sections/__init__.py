@@ -11,6 +11,7 @@ from toolkit.comparing.report.runs_table import runs_table, speed_and_cost
 from toolkit.comparing.report.sections.agreement import (
     agreement,
     evaluation,
+    fitted,
     limits,
     not_measured,
     samples,
@@ -43,6 +44,7 @@ def report_sections(
     """
     made: tuple[tuple[str, str, Section | None], ...] = (
         ("fixed", "What was the same in every run", _facts(results["fixed"], page=page)),
+        ("settings", "Settings that were fitted to a run", Section(notes=fitted(results))),
         ("environment", "Environment", _facts(results["environment"], page=page)),
         ("commands", "Commands", _commands(results, page=page)),
         ("failures", "Failures", Section(failures(results))),

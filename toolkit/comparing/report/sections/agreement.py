@@ -179,6 +179,15 @@ def _starts(results: Results) -> list[int]:
     return [count for count in counts if count]
 
 
+def fitted(results: Results) -> list[str]:
+    """Return what engines set for a run by themselves, such as DeepSpeed's bucket sizes."""
+    runs_of: dict[str, list[str]] = {}
+    for row in results["runs"]:
+        for note in (row["attestation"] or {}).get("notes") or []:
+            runs_of.setdefault(note, []).append(row["name"])
+    return [f"{', '.join(names)}: {note}" for note, names in runs_of.items()]
+
+
 ELSEWHERE: Final = ("gates", "memory", "peak", "traffic", "evaluation", "eval_loss_gap", "samples")
 """Fields whose reasons are below tables that have more than declared columns."""
 
