@@ -7,7 +7,6 @@ names come from `results.json` alone; a text that is longer than its place is cu
 from __future__ import annotations
 
 import io
-import math
 import re
 from bisect import bisect_left
 from collections.abc import Callable
@@ -15,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
-from toolkit.comparing.report.figures.frame import colour_of, style_of
 from toolkit.comparing.report.names import for_readers, redact_results
 from toolkit.comparing.report.row_facts import (
+    at_7b,
     counted_peak,
     counts_peaks,
     offloads,
@@ -25,7 +24,7 @@ from toolkit.comparing.report.row_facts import (
     states_of,
     status_of,
 )
-from toolkit.comparing.report.svg import VARIABLES, drawing
+from toolkit.comparing.report.svg import drawing
 from toolkit.comparing.report.verdict import verdict
 from toolkit.comparing.report.words import NOT_AVAILABLE, flat, unit_of
 from toolkit.environment import check_installed
@@ -53,24 +52,12 @@ VERDICT_SIZES: Final = {40: 3, 36: 3, 30: 4, 26: 5, 24: 5}
 """Pixels of the verdict's font -> number of lines."""
 
 MOST_BARS: Final = 12
-MOST_CURVES: Final = 8
-"""Most curves that are named; all are drawn."""
-
-SEEN: Final = 0.01
-"""Share of the axis by which two curves must be apart to be seen as two."""
-
-DASH: Final = 3.0
-"""Length of a dash, in widths of its curve."""
-
 REHEARSAL: Final = "Rehearsed on a CPU: memory and losses carry over to GPUs, speed does not."
 NUMBER: Final = 94
 """Pixels of a column of numbers."""
 
 NAME: Final = 220
 """Pixels that a run's name may take."""
-
-KEY: Final = 21
-"""Pixels from the key of a curve to its name."""
 
 OFFLOADED: Final = "* offloads: on a GPU its peak is without the states on the host"
 
@@ -173,7 +160,7 @@ def render_picture(results: Results) -> bytes:
         figure.set_facecolor(sheet.colours["paper"])
         _header(sheet)
         _memory(sheet)
-        _losses(sheet)
+        _at_7b(sheet)
         _footer(sheet)
         stream = io.BytesIO()
         # Without matplotlib's version in the file, the same data give the same bytes.
@@ -230,10 +217,6 @@ class Sheet:
             Rectangle((x, y), width, height, facecolor=self.colours[colour], linewidth=0)
         )
 
-    def curve_colour(self, row: Row) -> str:
-        """Return the name of the colour that the page gives to this run."""
-        return VARIABLES[colour_of(row, self.results)].removeprefix("var(--").removesuffix(")")
-
 
 def _header(sheet: Sheet) -> None:
     """Draw the facts of the comparison in one muted line, and the verdict beneath."""
@@ -259,6 +242,8 @@ def _facts(results: Results) -> str:
     if not results["rehearsal"]:
         gpus: list[dict[str, Any]] = results["environment"].get("gpus") or []
         facts += dict.fromkeys(flat(gpu["name"]) for gpu in gpus)
+    gaps = [gap["max"] for row in results["runs"] if (gap := row["loss_gap"]) is not None]
+    facts += [f"largest loss gap {max(gaps):.1e}"] if gaps else []
     return " · ".join(facts)
 
 
@@ -269,13 +254,10 @@ def _footer(sheet: Sheet) -> None:
         sheet.text(MARGIN + 16, y, REHEARSAL, 22)
 
 
-def _card(sheet: Sheet, card: tuple[int, int], title: str, below: str = "") -> None:
+def _card(sheet: Sheet, card: tuple[int, int], title: str) -> None:
     left, right = card
     sheet.box(left, TOP, right - left, BOTTOM - TOP, "card")
     sheet.text(left + PADDING, TOP + 28, title, 25, bold=True)
-    if below:
-        room = right - left - 2 * PADDING
-        sheet.text(left + PADDING, TOP + 60, sheet.ruler.cut(below, 20, room), 20, colour="muted")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,6 +271,9 @@ class BarColumn:
 
     thickness: float
     """Thickness of a bar, as a share of the line's height."""
+
+    is_planned: bool = False
+    """Whether it shows the planner's figures, which do not depend on how a run ended."""
 
 
 STATES: Final = BarColumn(head="states", colour="part-0", read=states_of, thickness=0.34)
@@ -304,8 +289,9 @@ def _columns(results: Results) -> list[BarColumn]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarLayout:
-    """Layout of the memory card, one line per run; positions are pixels."""
+    """Layout of a card with one line per run; positions are pixels."""
 
+    card: tuple[int, int]
     columns: list[BarColumn]
     top: float
     pitch: float
@@ -322,30 +308,78 @@ class BarLayout:
 
     def right(self, number: int) -> float:
         """Return the right edge of a column of numbers."""
-        return LEFT_CARD[1] - PADDING - NUMBER * (len(self.columns) - 1 - number)
+        return self.card[1] - PADDING - NUMBER * (len(self.columns) - 1 - number)
 
 
 def _memory(sheet: Sheet) -> None:
-    """Draw one line per run: its name, its bars, and their numbers."""
-    runs, columns = sheet.results["runs"], _columns(sheet.results)
+    """Draw what was measured."""
+    _bars(
+        sheet,
+        LEFT_CARD,
+        "Measured on the fullest rank",
+        _columns(sheet.results),
+        otherwise="No run has measured its memory.",
+        starred=True,
+    )
+
+
+def _at_7b(sheet: Sheet) -> None:
+    """Draw what the planner expects of the same strategies with a model of a real size."""
+
+    def planned(row: Row) -> int | None:
+        held = at_7b(row, sheet.results)
+        return None if isinstance(held, str) else held
+
+    _bars(
+        sheet,
+        RIGHT_CARD,
+        "Planned at 7B, a GPU",
+        [BarColumn(head="at 7B", colour="part-2", read=planned, thickness=0.72, is_planned=True)],
+        otherwise="The planner knows none of these strategies.",
+        starred=False,
+    )
+
+
+def _bars(
+    sheet: Sheet,
+    card: tuple[int, int],
+    title: str,
+    columns: list[BarColumn],
+    *,
+    otherwise: str,
+    starred: bool,
+) -> None:
+    """Draw a card with one line per run: its name, its bars, and their numbers.
+
+    Args:
+        sheet: The picture.
+        card: Left and right edge of the card.
+        title: Its title, to which the unit is added.
+        columns: Its columns of numbers.
+        otherwise: Words in place of the lines where no run has a number.
+        starred: Mark runs that offload, and say why.
+    """
+    runs = sheet.results["runs"]
     sizes = [count for row in runs for bar in columns if (count := bar.read(row)) is not None]
     unit, divisor = unit_of(max(sizes, default=1))
-    _card(sheet, LEFT_CARD, f"Memory of the fullest rank, {unit}")
+    _card(sheet, card, f"{title}, {unit}")
     if not sizes:
-        _nothing(sheet, LEFT_CARD, "No run has measured its memory.")
+        _nothing(sheet, card, otherwise)
         return
     drawn = runs if len(runs) <= MOST_BARS else runs[: MOST_BARS - 1]
     more = len(runs) - len(drawn)
-    starred = any(map(offloads, drawn))
-    left, top, bottom = LEFT_CARD[0] + PADDING, TOP + 80, BOTTOM - (40 if starred else 14)
+    starred = starred and any(map(offloads, drawn))
+    left, top, bottom = card[0] + PADDING, TOP + 80, BOTTOM - (40 if starred else 14)
     pitch = min(46.0, (bottom - top) / (len(drawn) + bool(more)))
     font = min(23.0, 0.72 * pitch)
     names = [
-        sheet.ruler.cut(row["name"], font, NAME) + ("*" if offloads(row) else "") for row in drawn
+        sheet.ruler.cut(row["name"], font, NAME) + "*" * (starred and offloads(row))
+        for row in drawn
     ]
     start = left + 14 + max(sheet.ruler.width(name, font) for name in names)
-    room = LEFT_CARD[1] - PADDING - NUMBER * len(columns) - start
+    room = card[1] - PADDING - NUMBER * len(columns) - start
     layout = BarLayout(
+        card=card,
         columns=columns,
         top=top,
         pitch=pitch,
@@ -380,7 +414,9 @@ def _line(sheet: Sheet, layout: BarLayout, row: Row, number: int) -> None:
     counts = [column.read(row) for column in layout.columns]
     if all(count is None for count in counts):
         words = INSTEAD_OF_BAR.get(row["status"], row["status"])
-        words = sheet.ruler.cut(words, layout.font, LEFT_CARD[1] - PADDING - layout.start)
+        if layout.columns[0].is_planned:
+            words = "not planned"
+        words = sheet.ruler.cut(words, layout.font, layout.card[1] - PADDING - layout.start)
         colour = "muted" if row["status"] in ("ok", "skipped") else "bad"
         sheet.text(layout.start, y, words, layout.font, colour=colour)
         return
@@ -402,94 +438,3 @@ def _short(value: float) -> str:
 def _nothing(sheet: Sheet, card: tuple[int, int], words: str) -> None:
     x, y = (card[0] + card[1]) / 2, (TOP + BOTTOM) / 2
     sheet.text(x, y, words, 23, colour="muted", align="center")
-
-
-def _losses(sheet: Sheet) -> None:
-    """Draw the loss of each optimizer step, one curve per run."""
-    curves = [(row, losses) for row in sheet.results["runs"] if (losses := _finite(row))]
-    bundles = _bundles([losses for _, losses in curves])
-    _card(sheet, RIGHT_CARD, "Training loss", _gap(sheet, bundles))
-    if not curves:
-        _nothing(sheet, RIGHT_CARD, "No run has a loss to show.")
-        return
-    left, right = RIGHT_CARD[0] + 66, RIGHT_CARD[1] - PADDING
-    top, bottom = _legend(sheet, [row for row, _ in curves]) + 12, BOTTOM - 58
-    place = (left / WIDTH, 1 - bottom / HEIGHT, (right - left) / WIDTH, (bottom - top) / HEIGHT)
-    axes = sheet.axes.figure.add_axes(place)
-    for number, (row, losses) in enumerate(curves):
-        bundle = next(bundle for bundle in bundles if number in bundle)
-        axes.plot(
-            range(1, len(losses) + 1),
-            losses,
-            color=sheet.colours[sheet.curve_colour(row)],
-            linestyle=_dashes(bundle, number) if len(bundle) > 1 else style_of(row),
-            linewidth=4,
-            marker="o" if len(losses) == 1 else None,
-        )
-    small = sheet.ruler.points(19)
-    axes.tick_params(labelsize=small, colors=sheet.colours["ink"], length=0)
-    axes.yaxis.set_major_formatter("{x:.5g}")
-    axes.grid(color=sheet.colours["faint"])
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(sheet.colours["faint"])
-    axes.xaxis.get_major_locator().set_params(integer=True, nbins=6)
-    axes.yaxis.get_major_locator().set_params(nbins=5)
-    axes.set_xlabel("optimizer step", size=small, color=sheet.colours["muted"])
-
-
-def _finite(row: Row) -> list[float]:
-    """Return the losses, with NaN for those that cannot be drawn; empty if none can."""
-    losses = [loss if math.isfinite(loss) else math.nan for loss in row["losses"] or ()]
-    return [] if all(map(math.isnan, losses)) else losses
-
-
-def _bundles(curves: list[list[float]]) -> list[list[int]]:
-    """Return the numbers of the curves, grouped by curves that look the same."""
-    drawn = [loss for losses in curves for loss in losses if math.isfinite(loss)]
-    seen = SEEN * (max(drawn, default=0) - min(drawn, default=0))
-    bundles: list[list[int]] = []
-    for number, losses in enumerate(curves):
-        for bundle in bundles:
-            first = curves[bundle[0]]
-            gaps = [abs(loss - its) for loss, its in zip(losses, first, strict=False)]
-            # A NaN is never within the limit, so a curve with a NaN forms a group by itself.
-            if len(first) == len(losses) and all(gap <= seen for gap in gaps):
-                bundle.append(number)
-                break
-        else:
-            bundles.append([number])
-    return bundles
-
-
-def _dashes(bundle: list[int], number: int) -> tuple[float, tuple[float, float]]:
-    """Return dashes with gaps for those of the other curves, so that the colours alternate."""
-    others = len(bundle) - 1
-    return (bundle.index(number) * -DASH, (DASH, others * DASH))
-
-
-def _gap(sheet: Sheet, bundles: list[list[int]]) -> str:
-    """Say how far the curves are apart, and why a curve may be hidden by others."""
-    gaps = [gap["max"] for row in sheet.results["runs"] if (gap := row["loss_gap"]) is not None]
-    words = ["curves coincide"] if len(bundles) == 1 and len(bundles[0]) > 1 else []
-    if gaps and bundles:
-        words.append(f"largest gap {max(gaps):.1e}")
-    return ", ".join(words)
-
-
-def _legend(sheet: Sheet, rows: list[Row]) -> float:
-    """Name the curves in as many lines as needed, and return the lower end of the last line."""
-    left, right, y = RIGHT_CARD[0] + PADDING, RIGHT_CARD[1] - PADDING, TOP + 92
-    entries = [(row["name"], sheet.curve_colour(row)) for row in rows[:MOST_CURVES]]
-    if len(rows) > MOST_CURVES:
-        entries.append((f"and {len(rows) - MOST_CURVES} more", ""))
-    x = left
-    for name, colour in entries:
-        text = sheet.ruler.cut(name, 18, NAME)
-        width = sheet.ruler.width(text, 18) + (KEY if colour else 0)
-        if x > left and x + width > right:
-            x, y = left, y + 27
-        if colour:
-            sheet.box(x, y - 3, KEY - 6, 6, colour)
-        sheet.text(x + (KEY if colour else 0), y, text, 18)
-        x += width + 11
-    return y + 10

@@ -183,7 +183,8 @@ def fitted(results: Results) -> list[str]:
     """Return what engines set for a run by themselves, such as DeepSpeed's bucket sizes."""
     runs_of: dict[str, list[str]] = {}
     for row in results["runs"]:
-        for note in (row["attestation"] or {}).get("notes") or []:
+        notes: list[str] = (row["attestation"] or {}).get("notes") or []
+        for note in notes:
             runs_of.setdefault(note, []).append(row["name"])
     return [f"{', '.join(names)}: {note}" for note, names in runs_of.items()]
 
