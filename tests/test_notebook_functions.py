@@ -11,6 +11,7 @@ from jupyter_client.manager import KernelManager
 from nbformat.v4 import new_code_cell, new_notebook
 
 import toolkit
+from toolkit import environment
 from toolkit.errors import UsageError
 from toolkit.launching.forking import COLD
 
@@ -30,7 +31,12 @@ def test_a_run_shows_what_engaged_and_a_script_that_fails_its_reason(here, capsy
     ran = toolkit.launch("zero2", args=["--max_steps", 2, "--output_dir", "mine"])
     assert (ran.status, ran.reason, ran.folder) == ("ok", None, here / "mine")
     assert ran.record["attestation"]["held"] is True
-    assert "<td style='text-align:left'>DeepSpeedEngine</td>" in ran._repr_html_()
+    shown, folded = ran._repr_html_().split("<details>")
+    assert "<td style='text-align:left'>DeepSpeedEngine</td>" in shown
+    for name in ("distributed type", "num processes", "wrapper", "zero stage", "held fraction"):
+        assert shown.count(f">{name}</th>") == 1
+    assert "sharded fraction" not in shown + folded
+    assert ">parameter dtypes</th>" in folded
     assert "in 2 steps" in str(ran)
     assert "effective batch: 4 rows x 2 processes" in capsys.readouterr().out
 
@@ -44,6 +50,14 @@ def test_a_run_shows_what_engaged_and_a_script_that_fails_its_reason(here, capsy
     assert "no such column" in failed._repr_html_()
     assert (failed.record, failed.folder.parent) == (None, here / "runs")
     assert "before it" in capsys.readouterr().out
+
+
+def test_a_strategy_that_lacks_something_here_is_skipped_with_the_reason(here, monkeypatch):
+    monkeypatch.setattr(environment, "missing_for", lambda strategy: f"{strategy.name}: no libaio")
+    skipped = toolkit.launch("zero3_nvme", args=["--max_steps", 2])
+    assert (skipped.status, skipped.reason) == ("skipped", "zero3_nvme: no libaio")
+    assert "no libaio" in skipped._repr_html_()
+    assert list(here.iterdir()) == []
 
 
 @pytest.mark.long

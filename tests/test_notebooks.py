@@ -116,6 +116,8 @@ def test_it_runs_from_top_to_bottom(path, tmp_path, kernel_environment):
     text = "\n".join(texts_of(ran))
     for part in SHOWN[path.stem]:
         assert part in text, text
+    assert "\x1b" not in text
+    assert "CUDAs" not in text
 
 
 LAUNCHES_WITH = """

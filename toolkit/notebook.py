@@ -20,7 +20,7 @@ from html import escape
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from toolkit import environment
 from toolkit.comparing.report.figures import draw_all, draw_one
@@ -54,6 +54,9 @@ WIDTH: Final = 96
 """Characters of a line in a cell."""
 
 TRAIN: Final = "toolkit.train"
+
+ATTESTED: Final = ("distributed type", "num processes", "wrapper", "zero stage", "held fraction")
+"""What a cell shows of an attestation; the rest can be unfolded."""
 
 
 class CellOutput(io.TextIOBase):
@@ -114,9 +117,9 @@ class Launched:
     folder: Path
     """Folder of the run: its output, and what `toolkit.train` writes."""
 
-    status: OutcomeStatus
+    status: OutcomeStatus | Literal["skipped"]
     reason: str | None
-    """The first failure, with its rank; None if the run ended well."""
+    """The first failure, with its rank, or what this machine lacks; None if the run ended well."""
 
     seconds: float
     record: Record | None
@@ -126,12 +129,15 @@ class Launched:
         return "\n".join(f"{name}: {value}" for name, value in self._rows())
 
     def _repr_html_(self) -> str:
-        rows = (
-            f"<tr><th style='text-align:left'>{escape(name)}</th>"
-            f"<td style='text-align:left'>{escape(value)}</td></tr>"
-            for name, value in self._rows()
-        )
-        return f"<table><tbody>{''.join(rows)}</tbody></table>"
+        rows = self._rows()
+        begin = next((at for at, (name, _) in enumerate(rows) if name == ATTESTED[0]), len(rows))
+        shown = [row for row in rows[begin:] if row[0] in ATTESTED]
+        folded = [row for row in rows[begin:] if row not in shown]
+        table = _html_table([*rows[:begin], *shown])
+        if not folded:
+            return table
+        more = f"<summary>{len(folded)} more facts that were attested</summary>"
+        return f"{table}<details>{more}{_html_table(folded)}</details>"
 
     def _rows(self) -> list[tuple[str, str]]:
         rows = [("strategy", self.strategy), ("status", self.status)]
@@ -150,6 +156,15 @@ class Launched:
                 if name != "sharded_fraction"  # the older name of `held_fraction`
             ]
         return rows
+
+
+def _html_table(rows: Sequence[tuple[str, str]]) -> str:
+    lines = (
+        f"<tr><th style='text-align:left'>{escape(name)}</th>"
+        f"<td style='text-align:left'>{escape(value)}</td></tr>"
+        for name, value in rows
+    )
+    return f"<table><tbody>{''.join(lines)}</tbody></table>"
 
 
 def _in_words(value: object) -> str:
@@ -186,6 +201,15 @@ def launch(
         raise UsageError(f"{script} is no file here. Name a Python file, or {TRAIN}.")
     folder = _folder_in(words) or Path("runs") / f"{chosen.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = folder.absolute()
+    if (missing := environment.missing_for(chosen)) is not None:
+        return Launched(
+            strategy=chosen.name,
+            folder=folder,
+            status="skipped",
+            reason=missing,
+            seconds=0.0,
+            record=None,
+        )
     on_nvme = "nvme" in (chosen.offload_optimizer, chosen.offload_parameters)
     options = ConfigOptions(
         num_processes=num_processes, nvme_path=folder / "nvme" if on_nvme else None
