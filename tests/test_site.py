@@ -185,6 +185,22 @@ def test_every_page_is_in_the_list_of_the_index_once(source):
     assert {f"docs/{page.path.stem}" for page in PAGES} <= there
 
 
+def test_pages_are_grouped_in_the_order_in_which_one_learns(site, source):
+    index = (source / "index.md").read_text("utf-8")
+    captions = re.findall(r"^:caption: (.*)$", index, re.MULTILINE)
+    first, *others = site.GROUPS
+    assert captions[:3] == [first, "Notebooks", "Examples"]
+    assert captions[3 : 3 + len(others)] == others
+    assert captions[-3:] == ["Reference", "Contributing", "Measurements"]
+    grouped = [page for pages in site.GROUPS.values() for page in pages]
+    assert sorted(grouped) == sorted(page.path.stem for page in PAGES)
+
+
+def test_a_search_for_out_of_memory_finds_a_heading_of_that_name():
+    headings = [line for page in PAGES for line in page.text.splitlines() if line[:2] == "##"]
+    assert "## Out of memory" in headings
+
+
 def test_a_notebook_has_the_outputs_of_its_executed_copy_or_says_that_it_has_none(
     site, source, tmp_path
 ):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -23,6 +22,16 @@ ROOT = HERE.parents[1]
 EXECUTED = "TOOLKIT_EXECUTED_NOTEBOOKS"
 COPIED = ("docs", "benchmarks/results", "examples")
 SINGLE = ("CONTRIBUTING.md", "LICENSE")
+GROUPS = {
+    "First steps": ("training", "data", "evaluation", "strategies", "notebooks"),
+    "Before you rent": ("planning", "rehearsal", "configs", "renting"),
+    "Compare": ("comparing", "reports", "glossary"),
+    "Train well": ("checkpoints", "guards", "adapters", "speed"),
+    "When it breaks": ("doctor", "complaints", "exit-codes", "limits"),
+    "Build on it": ("files", "extending", "SKILL"),
+}
+"""The pages of `docs/`, in the order in which one learns."""
+
 NO_OUTPUTS = "This notebook was not run for this build of the site, so its outputs are missing."
 
 
@@ -85,12 +94,12 @@ def write_source(folder: Path, *, executed: Path | None = None) -> list[str]:
 def index_page(folder: Path) -> str:
     """Return the README, followed by lists of all pages for the sidebar."""
     readme = (ROOT / "README.md").read_text("utf-8")
-    where = readme.partition("## Where to go on")[2]
-    by_task = re.findall(r"\]\((docs/[^)#]+)\.md[)#]", where)
+    first, *others = ((name, [f"docs/{page}" for page in pages]) for name, pages in GROUPS.items())
     lists = {
-        "By task": by_task,
-        "Examples": _names(folder, "examples", "*.md"),
+        first[0]: first[1],
         "Notebooks": _names(folder, "notebooks", "*.ipynb"),
+        "Examples": _names(folder, "examples", "*.md"),
+        **dict(others),
         "Reference": [f"reference/{name}" for name in reference_pages()],
         "Contributing": ["CONTRIBUTING"],
         "Measurements": _names(folder, "benchmarks/results", "*.md"),

@@ -39,3 +39,5 @@ html_static_path = ["site.css"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
+copyright = "the authors of toolkit, Apache-2.0"
+html_last_updated_fmt = "%d %B %Y"
