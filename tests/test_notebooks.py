@@ -21,7 +21,7 @@ SHOWN = {
     "01_first_run": (
         "deepspeed_config_file: deepspeed_configs/zero2.json",
         "<td style='text-align:left'>DeepSpeedEngine</td>",
-        "after: 'Return the",
+        "after: 'Return the platform_tag of the system Python was built on.'",
     ),
     "02_choose_a_strategy": (
         "zero2    70 GB on each of two GPUs\nzero3    56 GB on each of two GPUs",
