@@ -66,6 +66,10 @@ StrategyName = Annotated[
 TrainFlags = Annotated[
     list[str] | None, typer.Argument(metavar="[-- FLAGS]", help="Flags of toolkit.train, after --.")
 ]
+Files = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="FILE... [-- FLAGS]", help="Configs; flags of the training behind --."),
+]
 
 ModelName = Annotated[
     str, typer.Argument(help="A Hub id, a folder with a config.json, or a count such as 7b.")
@@ -520,6 +524,40 @@ def doctor(
         show(findings, Console())
     if count(findings, "fail"):
         raise typer.Exit(1)
+
+
+@app.command(
+    short_help="Check config files, flags and a script before a launch.",
+    epilog=_examples(
+        "toolkit check fsdp.yaml", "toolkit check zero3.yaml --fix -- --bf16 --learning_rate 1e-4"
+    ),
+)
+def check(
+    files: Files = None,
+    script: Annotated[Path | None, typer.Option(help="The training script; it is not run.")] = None,
+    fix: Annotated[bool, typer.Option("--fix", help="Make the repairs that are certain.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check Accelerate YAML, DeepSpeed JSON, flags behind -- and a script. Exit 1 for an error."""
+    import os
+
+    from toolkit.configs.check.command import check as run
+
+    names, flags = _files_and_flags(files)
+    report = run(names, flags, script=script, environ=os.environ, fix=fix)
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        typer.echo("\n".join(report.lines()))
+    if report.has_error:
+        raise typer.Exit(1)
+
+
+def _files_and_flags(words: list[str] | None) -> tuple[list[Path], list[str]]:
+    """Return the files of a call, and the words from the first flag behind -- on."""
+    words = words or []
+    end = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
+    return [Path(word) for word in words[:end]], words[end:]
 
 
 def _print_json(value: object) -> None:

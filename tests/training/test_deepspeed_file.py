@@ -7,10 +7,10 @@ import stat
 import pytest
 from places import ROOT
 
+from toolkit.configs.check.deepspeed_file import section_mistakes
 from toolkit.configs.requested import DEEPSPEED_FILE
 from toolkit.engines.deepspeed_config import (
     checked_deepspeed_config,
-    section_mistakes,
     use_deepspeed_config,
 )
 from toolkit.errors import UsageError

@@ -165,8 +165,13 @@ def mistakes_by_key(config: Mapping[str, Any]) -> dict[str, list[str]]:
 
 def unknown_key(path: str, known: Collection[str]) -> str:
     """Return the sentence on a key that DeepSpeed does not know, with the nearest that it knows."""
-    close = difflib.get_close_matches(path.rpartition(".")[2], known, n=1)
-    return f"{path} is no key of DeepSpeed's{f' (did you mean {close[0]}?)' if close else ''}"
+    close = nearest(path.rpartition(".")[2], known)
+    return f"{path} is no key of DeepSpeed's{f' (did you mean {close}?)' if close else ''}"
+
+
+def nearest(name: str, known: Collection[str]) -> str | None:
+    """Return the known name that is most like another one; None where none is."""
+    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
 
 
 def _mistakes(key: str, value: Any) -> list[str]:

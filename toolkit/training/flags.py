@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import cache, partial
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 
+from toolkit.configs.check.flags import training_argument_types
 from toolkit.data.chat import asked_template
 from toolkit.data.sources import check_file
 from toolkit.errors import UsageError
@@ -69,24 +68,6 @@ def refuse_all(checks: Sequence[Callable[[], object]], advice: str = "") -> None
             messages.append(str(error))
     if messages:
         raise UsageError(" ".join(dict.fromkeys(messages)) + advice)
-
-
-@cache
-def training_argument_types() -> dict[str, str]:
-    """Return the fields of `TrainingArguments`, each with its type as it is written.
-
-    They are read from its source, since importing it takes seconds. `HfArgumentParser` makes a flag
-    of each, and of a switch that is on one more, `--no_...` (transformers 5.24, hf_argparser.py).
-    """
-    spec = find_spec("transformers")
-    source = Path(str(spec and spec.origin)).with_name("training_args.py")
-    return {
-        line.target.id: ast.unparse(line.annotation)
-        for node in ast.parse(source.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"
-        for line in node.body
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
-    }
 
 
 def _check_names(rest: Sequence[str]) -> None:

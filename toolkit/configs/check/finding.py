@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 Severity = Literal["error", "warning", "note"]
-"""`error`: the run breaks, or trains something else than what stands there. `warning`: a setting has
-no effect, or a library chooses it silently. `note`: right today, and likely to be misread."""
+"""`error`: the run breaks, or trains something else than what stands there. `warning`: a setting
+has no effect, or a library chooses it silently. `note`: right today, and likely to be misread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

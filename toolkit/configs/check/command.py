@@ -1,0 +1,178 @@
+"""`toolkit check`: every finding on files, flags and a script at once, and the repairs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from toolkit.configs.check.documents import NOTHING, document_of, table
+from toolkit.configs.check.finding import Edit, Finding
+from toolkit.configs.check.flags import flags_document
+from toolkit.configs.check.rules import findings_of
+from toolkit.configs.check.setup import Setup, read_setups
+from toolkit.errors import UsageError
+from toolkit.escaping import one_line
+from toolkit.files import write_bytes
+
+SCHEMA: Final = 1
+BACKUP: Final = ".before-fix"
+ROUNDS: Final = 5
+"""How often repairs are made: one may show another."""
+
+SCRIPTS: Final = "toolkit.configs.check.scripts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a check found."""
+
+    findings: Sequence[Finding]
+    not_judged: Sequence[str]
+    fixed: Sequence[Path] = ()
+    """Files that were repaired; each was kept beside itself, with `BACKUP` behind its name."""
+
+    @property
+    def has_error(self) -> bool:
+        return any(finding.severity == "error" for finding in self.findings)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as JSON of schema 1."""
+        findings = [
+            {
+                "rule": one.rule,
+                "severity": one.severity,
+                "file": str(one.file),
+                "line": one.line,
+                "column": one.column,
+                "text": one.text,
+                "fix": one.fix,
+                "mends_itself": bool(one.edits),
+            }
+            for one in self.findings
+        ]
+        fixed = [str(file) for file in self.fixed]
+        not_judged = list(self.not_judged)
+        return {"schema": SCHEMA, "findings": findings, "not_judged": not_judged, "fixed": fixed}
+
+    def lines(self) -> Iterator[str]:
+        """Return a line for each finding and one for its fix, then their number."""
+        for one in self.findings:
+            where = f"{one.file}:{one.line}:{one.column}"
+            yield one_line(f"{one.severity:<7}  {where}  {one.rule}: {one.text}")
+            yield one_line(f"         {one.fix}{'  (--fix does it)' if one.edits else ''}")
+        for file in self.fixed:
+            yield f"fixed    {file}  (before: {file}{BACKUP})"
+        yield from (f"not judged: {what}" for what in self.not_judged)
+        count = Counter(finding.severity for finding in self.findings)
+        parts = [f"{count[kind]} {kind}s" for kind in ("error", "warning", "note")]
+        yield ", ".join(parts)
+
+
+def check(
+    files: Sequence[Path],
+    flags: Sequence[str] = (),
+    *,
+    script: Path | None = None,
+    environ: Mapping[str, str],
+    fix: bool = False,
+) -> Report:
+    """Check config files, flags of a training and its script together.
+
+    Args:
+        files: Accelerate YAML, DeepSpeed JSON, or a file of `TrainingArguments`.
+        flags: Words of the command behind the script's name.
+        script: It is read, and not run.
+        environ: Variables of the shell that would launch.
+        fix: Make the repairs that are certain, and check again.
+
+    Raises:
+        UsageError: a file is not there, or none of the kinds; or a backup stands in the way.
+    """
+    fixed: dict[Path, None] = {}
+    of_flags = flags_document(flags) if flags else NOTHING
+    if not files and not flags and script is None:
+        raise UsageError("Name a file, or flags behind --.")
+    setups = read_setups(files, of_flags, environ) if files or flags else []
+    for _ in range(ROUNDS if fix else 0):
+        fixed |= dict.fromkeys(_mend(setups, [*fixed]))
+        setups = read_setups(files, of_flags, environ)
+    findings = [finding for setup in setups for finding in findings_of(setup)]
+    not_judged = [what for setup in setups for what in setup.not_judged]
+    if script is not None:
+        findings += _of_script(script, flags)
+    return Report(
+        findings=list(dict.fromkeys(findings)),
+        not_judged=list(dict.fromkeys(not_judged)),
+        fixed=list(fixed),
+    )
+
+
+def refuse_errors(files: Sequence[Path], flags: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Raise UsageError that names every error in the config files and flags of a launch."""
+    found = check(files, flags, environ=environ).findings
+    errors = [one for one in found if one.severity == "error"]
+    if errors:
+        said = " ".join(f"{one.file}:{one.line}: {one.text} {one.fix}" for one in errors)
+        raise UsageError(f"{said} (toolkit check says more.)")
+
+
+def rules_table() -> str:
+    """Return the table of rules for the docs, as Markdown."""
+    rows = ["| rule | at worst | finds |", "| --- | --- | --- |"]
+    order = ("error", "warning", "note")
+    for name, cases in table().items():
+        if name != "facts":
+            given = {value["severity"] for key, value in cases.items() if key != "what"}
+            worst = next(severity for severity in order if severity in given)
+            rows.append(f"| `{name}` | {worst} | {cases['what']} |")
+    return "\n".join(rows)
+
+
+def _of_script(script: Path, flags: Sequence[str]) -> list[Finding]:
+    if find_spec(SCRIPTS) is None:
+        raise UsageError("--script: this release reads no scripts.")
+    return import_module(SCRIPTS).check_script(script, flags=flags)
+
+
+def _mend(setups: Sequence[Setup], mended: Sequence[Path]) -> list[Path]:
+    """Make the repairs in each file that has some; return the files that are changed."""
+    changed: dict[Path, None] = {}
+    for setup in setups:
+        for document in setup.documents:
+            edits = [
+                edit
+                for finding in findings_of(setup)
+                if finding.file == document.file
+                for edit in finding.edits
+            ]
+            text = apply(document.text, edits)
+            if text == document.text or document.file in changed:
+                continue
+            if document_of(document.file, text).content == {}:
+                continue  # then it could not be read any more
+            backup = document.file.with_name(f"{document.file.name}{BACKUP}")
+            if document.file not in mended:
+                if backup.exists():
+                    raise UsageError(f"{backup} is there already. Move it, then fix again.")
+                write_bytes(backup, document.file.read_bytes())
+            write_bytes(document.file, text.encode())
+            changed[document.file] = None
+    return list(changed)
+
+
+def apply(text: str, edits: Sequence[Edit]) -> str:
+    """Return a text after edits; of two that touch each other, the first is made."""
+    end = -1
+    kept: list[Edit] = []
+    for edit in sorted(set(edits), key=lambda edit: (edit.start, edit.end)):
+        if edit.start >= end:
+            kept.append(edit)
+            end = edit.end
+    for edit in reversed(kept):
+        text = text[: edit.start] + edit.text + text[edit.end :]
+    return text

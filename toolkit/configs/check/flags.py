@@ -1,0 +1,93 @@
+"""Flags of transformers' `TrainingArguments`, from their source: importing it takes seconds."""
+
+from __future__ import annotations
+
+import ast
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from toolkit.configs.check.documents import Document, Entry, Keys, Place
+
+ON: Final = {"yes", "true", "t", "y", "1"}
+OFF: Final = {"no", "false", "f", "n", "0"}
+
+
+@cache
+def training_argument_types() -> dict[str, str]:
+    """Return the fields of `TrainingArguments`, each with its type as it is written.
+
+    `HfArgumentParser` makes a flag of each, and of a switch that is on one more, `--no_...`
+    (transformers 5.24, hf_argparser.py).
+    """
+    return {name: ast.unparse(line.annotation) for name, line in _fields().items()}
+
+
+@cache
+def training_argument_defaults() -> dict[str, Any]:
+    """Return the defaults of `TrainingArguments` that are written as plain values."""
+    defaults: dict[str, Any] = {}
+    for name, line in _fields().items():
+        value = line.value
+        if isinstance(value, ast.Call):
+            named = {keyword.arg: keyword.value for keyword in value.keywords}
+            value = named.get("default")
+        defaults[name] = None
+        if value is not None:
+            with suppress(ValueError):
+                defaults[name] = ast.literal_eval(value)
+    return defaults
+
+
+@cache
+def _fields() -> Mapping[str, ast.AnnAssign]:
+    spec = find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return {}
+    source = Path(spec.origin).with_name("training_args.py")
+    return {
+        line.target.id: line
+        for node in ast.parse(source.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"
+        for line in node.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    }
+
+
+def flags_document(words: Sequence[str]) -> Document:
+    """Return the flags of a command as a document of one line, each by its name."""
+    text = shlex.join(words)
+    content: dict[str, Any] = {}
+    entries: dict[Keys, Entry] = {}
+    start, name = 0, ""
+    for word in words:
+        quoted = shlex.quote(word)
+        place = Place(start=start, end=start + len(quoted), column=start + 1)
+        start += len(quoted) + 1
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            name = flag[2:].replace("-", "_")
+            content[name] = _value(name, value) if equals else True
+            entries[(name,)] = Entry(key=place, value=place, in_flow=True)
+            name = "" if equals else name
+        elif name:
+            content[name] = _value(name, word)
+            entries[(name,)] = Entry(key=entries[(name,)].key, value=place, in_flow=True)
+            name = ""
+    return Document(file=Path("flags"), text=text, kind="flags", content=content, entries=entries)
+
+
+def _value(name: str, text: str) -> Any:
+    """Return a flag's value in its type; as text where it is of another."""
+    kinds = training_argument_types().get(name, "").replace(" ", "").split("|")
+    if "bool" in kinds and text.lower() in ON | OFF:
+        return text.lower() in ON
+    for kind, convert in (("int", int), ("float", float)):
+        if kind in kinds:
+            with suppress(ValueError):
+                return convert(text)
+    return text
