@@ -145,9 +145,9 @@ def test_flags_stand_behind_two_hyphens():
 
 def test_a_launch_is_refused_for_errors_only(mine):
     with pytest.raises(UsageError, match="fsdp_auto_wrap_polcy is no key"):
-        refuse_errors([mine], [], {})
+        refuse_errors([mine], {})
     mine.write_text(MENDED.replace("FULL_STATE", "SHARDED_STATE"))  # a warning
-    refuse_errors([mine], [], {})
+    refuse_errors([mine], {})
 
 
 def test_a_check_takes_less_than_a_second_and_no_torch():
@@ -165,7 +165,7 @@ def test_what_cannot_be_judged_is_said(mine, monkeypatch):
     def missing():
         raise ModuleNotFoundError("No module named 'accelerate'")
 
-    monkeypatch.setattr(setup, "accelerate", missing)
+    monkeypatch.setattr(setup, "accelerate_library", missing)
     report = check([mine], environ={})
     assert report.not_judged == ["what Accelerate makes of the YAML (No module named 'accelerate')"]
     assert not report.has_error

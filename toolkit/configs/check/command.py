@@ -112,9 +112,9 @@ def check(
     )
 
 
-def refuse_errors(files: Sequence[Path], flags: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Raise UsageError that names every error in the config files and flags of a launch."""
-    found = check(files, flags, environ=environ).findings
+def refuse_errors(files: Sequence[Path], environ: Mapping[str, str]) -> None:
+    """Raise UsageError that names every error in the config files of a launch."""
+    found = check(files, environ=environ).findings
     errors = [one for one in found if one.severity == "error"]
     if errors:
         said = " ".join(f"{one.file}:{one.line}: {one.text} {one.fix}" for one in errors)

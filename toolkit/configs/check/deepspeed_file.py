@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 from toolkit.configs.check.documents import Keys
-from toolkit.configs.check.libraries import deepspeed
+from toolkit.configs.check.libraries import deepspeed_library
 from toolkit.configs.deepspeed import AUTO
 from toolkit.configs.deepspeed_keys import mistakes_by_key, nearest, unknown_key
 from toolkit.errors import sentence_of
@@ -44,7 +44,7 @@ def mistakes_of_deepspeed(config: Mapping[str, Any]) -> list[Mistake]:
     # The run sets the batch.
     parts = {key: value for key, value in without_auto(config).items() if key not in BATCH}
     try:
-        deepspeed()
+        deepspeed_library()
     except Exception:  # it is not installed, or of a release that cannot be read without torch
         return []
     mistakes = [mistake for key in parts for mistake in _mistakes({key: parts[key]}, key)]
@@ -81,7 +81,7 @@ def _mistakes(config: Mapping[str, Any], within: str | None = None) -> list[Mist
     inside: Keys = () if within is None else (within,)
     try:
         # The run sets the batch, and DeepSpeed reads no config without one.
-        deepspeed().config({**config, "train_micro_batch_size_per_gpu": 1})
+        deepspeed_library().config({**config, "train_micro_batch_size_per_gpu": 1})
     except ValidationError as error:
         return [_in_words(error.title, mistake, within) for mistake in error.errors()]
     except Exception as error:  # its readers assert, and look keys up in values of any type
@@ -110,13 +110,13 @@ def _in_words(title: str, mistake: Mapping[str, Any], within: str | None) -> Mis
 
 def _fields(title: str, place: Sequence[str]) -> list[str]:
     """Return the keys of the model with this name, or of a model of its fields further in."""
-    models = [kind for kind in _subclasses(deepspeed().model) if kind.__name__ == title]
+    models = [kind for kind in _subclasses(deepspeed_library().model) if kind.__name__ == title]
     for name in place:
         entries = [model.model_fields.get(name) for model in models]
         # `Model` or `Optional[Model]`.
         annotations = [entry.annotation for entry in entries if entry is not None]
         kinds = [kind for outer in annotations for kind in get_args(outer) or (outer,)]
-        models = [kind for kind in kinds if kind in set(_subclasses(deepspeed().model))]
+        models = [kind for kind in kinds if kind in set(_subclasses(deepspeed_library().model))]
     return [field.alias or name for model in models for name, field in model.model_fields.items()]
 
 

@@ -54,6 +54,8 @@ class Launched:
     """The arguments that it read on the way, by their names in the launcher."""
 
     num_processes: int
+    arguments: dict[str, Any]
+    """Values of all arguments, from the file or by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +124,9 @@ class Accelerate:
         else:
             _, made = self._ports.prepare_simple_launcher_cmd_env(arguments)
         names = frozenset(read)
-        ranks = int(arguments.num_processes or 1)
-        return Launched(environ=made, read=names, num_processes=ranks)
+        ranks = int(str(arguments.num_processes or 1))
+        values = dict(vars(given))
+        return Launched(environ=made, read=names, num_processes=ranks, arguments=values)
 
     def rank(self, environ: Mapping[str, str], deepspeed: Any, num_processes: int) -> Rank:
         """Return what an `Accelerator()` makes of its variables.
@@ -149,13 +152,12 @@ class Accelerate:
             fsdp = kinds.FullyShardedDataParallelPlugin()
         if environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
             mesh = self.sources.get("accelerate.parallelism_config", "ParallelismConfig")()
-            is_deepspeed = kinds.DistributedType.DEEPSPEED if plugin else None
             mesh._validate_accelerator(
                 SimpleNamespace(
                     num_processes=num_processes,
                     multi_device=fsdp is None and plugin is None,
                     is_fsdp2=fsdp is not None and fsdp.fsdp_version == 2,
-                    distributed_type=is_deepspeed,
+                    distributed_type="DEEPSPEED" if plugin else "",
                     is_main_process=False,
                 )
             )
@@ -171,7 +173,7 @@ class Accelerate:
 
 
 @cache
-def accelerate() -> Accelerate:
+def accelerate_library() -> Accelerate:
     """Return the installed Accelerate.
 
     Raises:
@@ -207,7 +209,7 @@ class DeepSpeed:
 
 
 @cache
-def deepspeed() -> DeepSpeed:
+def deepspeed_library() -> DeepSpeed:
     """Return the installed DeepSpeed; raises as `accelerate`."""
     return DeepSpeed()
 
@@ -229,7 +231,7 @@ def filled_by_trainer(
 @cache
 def _trainer_config() -> Any:
     sources = _sources("transformers")
-    sources.replace("accelerate.utils.deepspeed", accelerate().sources.load(_HF_CONFIG))
+    sources.replace("accelerate.utils.deepspeed", accelerate_library().sources.load(_HF_CONFIG))
     utils = sources.load_or_stand_in("transformers.utils")
     utils.is_accelerate_available = utils.is_torch_available = lambda: True
     return sources.get("transformers.integrations.deepspeed", "HfTrainerDeepSpeedConfig")

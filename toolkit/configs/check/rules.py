@@ -17,7 +17,7 @@ from toolkit.configs.check.deepspeed_file import BATCH, all_mistakes
 from toolkit.configs.check.documents import Document, Keys, dotted, keys_of, table
 from toolkit.configs.check.finding import Finding, Severity
 from toolkit.configs.check.flags import OFF, training_argument_types
-from toolkit.configs.check.libraries import accelerate, deepspeed
+from toolkit.configs.check.libraries import accelerate_library, deepspeed_library
 from toolkit.configs.check.setup import Setup
 from toolkit.configs.check.sources import version_of
 from toolkit.configs.deepspeed import AUTO
@@ -58,13 +58,13 @@ def findings_of(setup: Setup) -> list[Finding]:
 def _unknown_keys(setup: Setup) -> Iterator[Finding]:
     yaml = setup.accelerate
     for keys in setup.unknown:
-        known = [name for name in accelerate().top_level if name not in yaml.content]
+        known = [name for name in accelerate_library().top_level if name not in yaml.content]
         home = [section for section in table()["facts"]["sections"] if _begins(section, keys[-1])]
         close = f"Move it into {home[0]}." if home and not nearest(str(keys[-1]), known) else None
         yield _misspelt(yaml, "unknown-key.top", keys, known, close=close)
     if yaml and setup.launched is not None:
-        for section, key, name in _keys_of_sections(yaml):
-            arguments = accelerate().arguments
+        for section, key, name in keys_of_sections(yaml):
+            arguments = accelerate_library().arguments
             if name not in setup.launched.read and name not in arguments:
                 held = {_in_launcher(section, other) for other in yaml.get(section)}
                 known = [own for own in arguments if _begins(section, own) and own not in held]
@@ -104,7 +104,7 @@ def _misspelt(
     return document.found(case, keys, edits, severity=severity, close=close or "Take it out.")
 
 
-def _keys_of_sections(yaml: Document) -> Iterator[tuple[str, str, str]]:
+def keys_of_sections(yaml: Document) -> Iterator[tuple[str, str, str]]:
     """Return the keys in sections that a kind of launch reads, each with the launcher's name."""
     for section, facts in table()["facts"]["sections"].items():
         if facts["of"] in ("", _kind(yaml)):
@@ -169,7 +169,7 @@ def _refused(document: Document, case: str, keys: Keys, **values: Any) -> Findin
 
 def _of_aio(document: Document) -> Iterator[Finding]:
     """Find keys and types below `aio`, which DeepSpeed looks up without a check."""
-    known = _or_none(deepspeed)
+    known = _or_none(deepspeed_library)
     defaults: dict[str, Any] = {} if known is None else known.aio
     for keys in keys_of({"aio": document.get("aio")}):
         if len(keys) != 2 or not defaults:
@@ -246,8 +246,8 @@ def _unread(yaml: Document, read: frozenset[str]) -> Iterator[Finding]:
             yield yaml.found("ignored-key.no-section", (section,))
         elif value and facts["of"] not in ("", _kind(yaml)):
             yield yaml.found("ignored-key.section", (section,), of=facts["of"], kind=_kind(yaml))
-    arguments = accelerate().arguments
-    for section, key, name in _keys_of_sections(yaml):
+    arguments = accelerate_library().arguments
+    for section, key, name in keys_of_sections(yaml):
         value = yaml.get(section, key)
         if name in read or name not in arguments or value in (None, "none", arguments[name]):
             continue
@@ -266,7 +266,7 @@ def _unread(yaml: Document, read: frozenset[str]) -> Iterator[Finding]:
 
 def _of_other_fsdp(yaml: Document, plugin: Any) -> Iterator[Finding]:
     """Find keys of FSDP1 in a section for FSDP2, and the other way round."""
-    keys_by_name = {name: (section, key) for section, key, name in _keys_of_sections(yaml)}
+    keys_by_name = {name: (section, key) for section, key, name in keys_of_sections(yaml)}
     reshard = keys_by_name.get("fsdp_reshard_after_forward")
     if plugin is not None and plugin.fsdp_version == 2:
         for name, facts in table()["facts"]["fsdp1"].items():
@@ -288,7 +288,7 @@ def _of_other_fsdp(yaml: Document, plugin: Any) -> Iterator[Finding]:
 
 
 def _unknown_values(setup: Setup) -> Iterator[Finding]:
-    document, known = setup.deepspeed, _or_none(deepspeed)
+    document, known = setup.deepspeed, _or_none(deepspeed_library)
     if not document or known is None:
         return
     schedules: list[str] = known.schedules.VALID_LR_SCHEDULES
@@ -400,7 +400,7 @@ def _batch(setup: Setup) -> Iterator[Finding]:
     mesh = setup.rank.mesh
     readers = ranks // (1 if mesh is None else mesh.sp_size)
     try:
-        deepspeed().config(numbers, ranks=readers)
+        deepspeed_library().config(numbers, ranks=readers)
     except AssertionError:
         parts = " x ".join(str(numbers[name]) for name in BATCH[1:] if name in numbers)
         values: dict[str, Any] = {"whole": numbers[BATCH[0]], "parts": parts, "ranks": readers}

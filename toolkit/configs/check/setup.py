@@ -26,8 +26,8 @@ from toolkit.configs.check.flags import training_argument_defaults
 from toolkit.configs.check.libraries import (
     Launched,
     Rank,
-    accelerate,
-    deepspeed,
+    accelerate_library,
+    deepspeed_library,
     filled_by_trainer,
 )
 from toolkit.configs.requested import (
@@ -163,7 +163,7 @@ def name_json(setup: Setup) -> None:
 
 def _ask_accelerate(setup: Setup, content: Mapping[str, Any]) -> None:
     try:
-        library = accelerate()
+        library = accelerate_library()
     except Exception as error:  # not installed, or of a release that cannot be read without torch
         setup.not_judged.append(f"what Accelerate makes of the YAML ({sentence_of(error)[:-1]})")
         return
@@ -185,7 +185,7 @@ def _ask_accelerate(setup: Setup, content: Mapping[str, Any]) -> None:
             rank = library.rank(_with_mesh(launched), stage_0, launched.num_processes)
             if rank.deepspeed is not None and stage_0 is None:
                 inline = without_auto(rank.deepspeed.deepspeed_config)
-                deepspeed().config(inline | {"train_micro_batch_size_per_gpu": 1})
+                deepspeed_library().config(inline | {"train_micro_batch_size_per_gpu": 1})
         except Exception as error:
             return f"{type(error).__name__}: {sentence_of(error)}"
         setup.launched, setup.rank = launched, rank
@@ -219,7 +219,7 @@ def _beside_json(config: Mapping[str, Any]) -> Iterator[Keys]:
     for keys in names:
         asked = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_CONFIG_DS_FIELDS": str(keys[-1])}
         try:
-            accelerate().rank(asked, NO_ZERO, 1)
+            accelerate_library().rank(asked, NO_ZERO, 1)
         except ValueError:
             yield keys
 
