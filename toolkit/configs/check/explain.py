@@ -147,7 +147,7 @@ def _fields(model: Any, within: Keys) -> Iterator[tuple[Keys, Any]]:
         if hasattr(type(value), "model_fields"):
             yield from _fields(value, keys)
         elif not is_old:
-            yield keys, getattr(value, "value", value)
+            yield keys, value
 
 
 def _source(setup: Setup, keys: Keys) -> str:
