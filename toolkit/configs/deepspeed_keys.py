@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, cast
 
+from toolkit.configs.check.documents import table
 from toolkit.configs.deepspeed import AUTO
 
 Kind = tuple[str, Callable[[Any], bool]]
@@ -21,141 +22,34 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
-_COUNT: Final[Kind] = (
-    "a whole number of 1 or more, or auto",
-    lambda value: value in (None, AUTO) or (_number(value) and value >= 1 and value % 1 == 0),
-)
-_NORM: Final[Kind] = (
-    "a number of 0 or more, or auto",
-    lambda value: value == AUTO or (_number(value) and 0 <= value < math.inf),
-)
-_POSITIVE: Final[Kind] = (
-    "a number above 0",
-    lambda value: value is None or (_number(value) and value > 0),
-)
-_SWITCH: Final[Kind] = ("true or false", lambda value: value in (False, True))
-_WORD: Final[Kind] = (
-    "a word other than auto",
-    lambda value: value is None or (isinstance(value, str) and value != AUTO),
-)
-_SECTION: Final[Kind] = ("an object", lambda value: isinstance(value, dict))
+_KINDS: Final[dict[str, Kind]] = {
+    "count": (
+        "a whole number of 1 or more, or auto",
+        lambda value: value in (None, AUTO) or (_number(value) and value >= 1 and value % 1 == 0),
+    ),
+    "norm": (
+        "a number of 0 or more, or auto",
+        lambda value: value == AUTO or (_number(value) and 0 <= value < math.inf),
+    ),
+    "positive": (
+        "a number above 0",
+        lambda value: value is None or (_number(value) and value > 0),
+    ),
+    "switch": ("true or false", lambda value: value in (False, True)),
+    "word": (
+        "a word other than auto",
+        lambda value: value is None or (isinstance(value, str) and value != AUTO),
+    ),
+    "section": ("an object", lambda value: isinstance(value, dict)),
+}
 
 TOP_LEVEL: Final[dict[str, Kind]] = {
-    "train_batch_size": _COUNT,
-    "train_micro_batch_size_per_gpu": _COUNT,
-    "gradient_accumulation_steps": _COUNT,
-    "gradient_clipping": _NORM,
-    **dict.fromkeys(
-        (
-            "data_parallel_size",
-            "gradient_predivide_factor",
-            "sequence_parallel_size",
-            "steps_per_print",
-            "vocabulary_size",
-        ),
-        _POSITIVE,
-    ),
-    **dict.fromkeys(
-        (
-            "dataloader_drop_last",
-            "disable_allgather",
-            "disable_python_gc",
-            "dump_state",
-            "managed_gradient_accumulation",
-            "memory_breakdown",
-            "prescale_gradients",
-            "use_data_before_expert_parallelism",
-            "wall_clock_breakdown",
-            "zero_allow_untested_optimizer",
-            "zero_force_ds_cpu_optimizer",
-            # Removed by 0.19.8, which says so itself.
-            "graph_harvesting",
-            "sparse_gradients",
-        ),
-        _SWITCH,
-    ),
-    **dict.fromkeys(
-        (
-            "communication_data_type",
-            "gradient_allreduce_op",
-            "log_level",
-            "seq_parallel_communication_data_type",
-        ),
-        _WORD,
-    ),
-    **dict.fromkeys(
-        (
-            "activation_checkpointing",
-            "aio",
-            "autotuning",
-            "bf16",
-            "bfloat16",
-            "checkpoint",
-            "comet",
-            "comms_logger",
-            "compile",
-            "csv_monitor",
-            "data_efficiency",
-            "data_types",
-            "datastates_ckpt",
-            "expert_parallel",
-            "flops_profiler",
-            "fp16",
-            "hybrid_engine",
-            "optimizer",
-            "pipeline",
-            "scheduler",
-            "tensor_parallel",
-            "tensorboard",
-            "timers",
-            "torch_autocast",
-            "wandb",
-            "weight_quantization",
-            "zero_optimization",
-            # Removed by 0.19.8, which says so itself.
-            "amp",
-            "compression_training",
-            "curriculum_learning",
-            "eigenvalue",
-            "elasticity",
-            "nebula",
-            "progressive_layer_drop",
-            "quantize_training",
-            "sparse_attention",
-        ),
-        _SECTION,
-    ),
+    key: _KINDS[kind] for kind, keys in table()["facts"]["deepspeed_keys"].items() for key in keys
 }
-"""Keys that DeepSpeed 0.19.8 looks up at the top level, and the kind of each value."""
+"""Keys that DeepSpeed looks up at the top level, and the kind of each value."""
 
-IN_SECTIONS: Final[dict[str, tuple[str, ...]]] = {
-    "activation_checkpointing": (
-        "contiguous_memory_optimization",
-        "cpu_checkpointing",
-        "number_checkpoints",
-        "partition_activations",
-        "profile",
-        "synchronize_checkpoint_boundary",
-    ),
-    "data_types": ("buffer_dtype", "grad_accum_dtype", "keep_in_fp32_modules", "param_dtype"),
-    "flops_profiler": (
-        "detailed",
-        "enabled",
-        "module_depth",
-        "output_file",
-        "profile_step",
-        "recompute_fwd_factor",
-        "top_modules",
-    ),
-    "optimizer": ("legacy_fusion", "params", "type"),
-    "scheduler": ("params", "type"),
-    "torch_autocast": ("dtype", "enabled", "lower_precision_safe_modules"),
-}
-"""Keys that DeepSpeed 0.19.8 looks up in sections that are no pydantic models.
-
-Left out are `aio`, where DeepSpeed's and transformers' own examples have keys of older releases,
-and `autotuning`, `checkpoint` and `data_efficiency`, which are read in many places.
-"""
+IN_SECTIONS: Final[dict[str, list[str]]] = table()["facts"]["deepspeed_sections"]
+"""Keys that DeepSpeed looks up in sections that are no pydantic models."""
 
 
 def mistakes_by_key(config: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -118,8 +118,8 @@ def _read(config):
     for key, value in sizes.items():
         if not isinstance(value, int):
             raise TypeError(f"{key} {value!r}")
-    logger.disabled = True
-    read = DeepSpeedConfig(rest | {"train_micro_batch_size_per_gpu": 1})
+    with mock.patch.object(logger, "disabled", True):
+        read = DeepSpeedConfig(rest | {"train_micro_batch_size_per_gpu": 1})
     values = {name: _shown(value) for name, value in vars(read).items() if name != "_param_dict"}
     return values | {"sizes": repr(sizes), "raw": repr(sorted(config.get("optimizer") or {}))}
 

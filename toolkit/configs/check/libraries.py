@@ -195,6 +195,8 @@ class DeepSpeed:
         self.sources = _sources("deepspeed")
         self.sources.replace("torch", torch)
         self.sources.replace("deepspeed.comm", ranks)
+        # A file is judged as on a machine with GPUs.
+        self.sources.load("deepspeed.accelerator").get_accelerator.device_name = _cuda
         self.kind = self.sources.get("deepspeed.runtime.config", "DeepSpeedConfig")
         self.model = self.sources.get("deepspeed.runtime.config_utils", "DeepSpeedConfigModel")
         self.schedules = self.sources.load("deepspeed.runtime.lr_schedules")
@@ -243,6 +245,10 @@ _HF_CONFIG: Final = "accelerate.utils.deepspeed"
 def _sources(library: str) -> Sources:
     names: Sequence[str] = _NOT_NEEDED[library]
     return Sources(library, {name: stand_in(name) for name in names})
+
+
+def _cuda() -> str:
+    return "cuda"
 
 
 def _one(**_: object) -> int:

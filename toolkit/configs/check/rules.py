@@ -151,7 +151,8 @@ def _refused_values(setup: Setup) -> Iterator[Finding]:
             yield _refused(document, "deepspeed", mistake.keys, reason=mistake.text)
     yield from _of_aio(document)
     if document and document.content and "zero_optimization" not in document.content:
-        yield document.found("refused-value.zero", ())
+        of_trainer = setup.accelerate or setup.flags or AUTO in str(document.content)
+        yield document.found("refused-value.zero", (), severity="error" if of_trainer else None)
 
 
 def _refused(document: Document, case: str, keys: Keys, **values: Any) -> Finding:
@@ -471,6 +472,7 @@ def _weights(setup: Setup) -> Iterator[Finding]:
     names = (
         "stage3_gather_16bit_weights_on_model_save",
         "stage3_gather_fp16_weights_on_model_save",
+        "gather_16bit_weights_on_model_save",  # DeepSpeed takes the names of its fields too
     )
     if document and setup.zero("stage") == 3 and not any(map(setup.zero, names)):
         keys = ("zero_optimization", names[0])
