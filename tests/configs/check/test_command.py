@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from toolkit.cli import app
 from toolkit.configs.check.command import check, refuse_errors
+from toolkit.configs.check.sources import Sources
 from toolkit.errors import UsageError
 
 MINE = """\
@@ -159,13 +160,25 @@ def test_a_check_takes_less_than_a_second_and_no_torch():
     assert not imported & {"torch", "accelerate", "deepspeed", "transformers", "datasets"}
 
 
-def test_what_cannot_be_judged_is_said(mine, monkeypatch):
+def test_what_cannot_be_judged_is_said(mine, tmp_path, monkeypatch):
     from toolkit.configs.check import setup
 
     def missing():
         raise ModuleNotFoundError("No module named 'accelerate'")
 
     monkeypatch.setattr(setup, "accelerate_library", missing)
-    report = check([mine], environ={})
-    assert report.not_judged == ["what Accelerate makes of the YAML (No module named 'accelerate')"]
+    monkeypatch.setattr(setup, "deepspeed_library", missing)
+    monkeypatch.setattr(setup, "training_argument_defaults", dict)
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
+    report = check([mine, tmp_path / "ds.json"], ["--bf16"], environ={})
+    assert report.not_judged == [
+        "what Accelerate makes of the YAML (No module named 'accelerate')",
+        "flags (transformers is not installed)",
+        "what DeepSpeed makes of a JSON (No module named 'accelerate')",
+    ]
     assert not report.has_error
+
+
+def test_a_library_that_is_not_there_is_named():
+    with pytest.raises(ModuleNotFoundError, match="nowhere is not installed"):
+        Sources("nowhere", {}).load("nowhere.config")

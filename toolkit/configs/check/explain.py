@@ -144,7 +144,7 @@ def _fields(model: Any, within: Keys) -> Iterator[tuple[Keys, Any]]:
         keys = (*within, str(field.alias or name))
         extra: Any = field.json_schema_extra or {}
         is_old = bool(extra.get("deprecated"))
-        is_model = hasattr(type(value), "model_fields")
+        is_model = hasattr(value, "model_dump")
         if is_model:
             yield from _fields(value, keys)
         elif not is_old:

@@ -141,9 +141,16 @@ def read_setups(files: Sequence[Path], flags: Document, environ: Mapping[str, st
 
 def complete(setup: Setup) -> None:
     """Ask the installed libraries what comes of a launch."""
+    if setup.deepspeed.content:
+        try:
+            deepspeed_library()
+        except Exception as error:  # as below
+            setup.not_judged.append(f"what DeepSpeed makes of a JSON ({sentence_of(error)[:-1]})")
     if setup.accelerate.content:
         _ask_accelerate(setup, setup.accelerate.content)
-    if setup.deepspeed and setup.flags:
+    if setup.flags and not training_argument_defaults():
+        setup.not_judged.append("flags (transformers is not installed)")
+    elif setup.deepspeed and setup.flags:
         _ask_trainer(setup, setup.deepspeed.content, setup.flags.content)
 
 

@@ -111,7 +111,9 @@ class Sources:
         if name not in self._modules:
             path = _file_of(name)
             if path is None:
-                raise ModuleNotFoundError(name)
+                top = name.partition(".")[0]
+                is_there = find_spec(top) is not None
+                raise ModuleNotFoundError(f"no {name}" if is_there else f"{top} is not installed")
             module = ModuleType(f"{__name__}:{name}")
             is_package = path.name == "__init__.py"
             module.__package__ = name if is_package else name.rpartition(".")[0]
