@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
-from toolkit.data.tokens import IGNORED
+from toolkit.records.evidence import IGNORED
 from toolkit.training.speed.chunked_loss import chunked_cross_entropy
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

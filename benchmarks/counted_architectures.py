@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from toolkit.measuring.skeleton import build, decoder_layers, passes
-from toolkit.measuring.skeleton_facts import describe
+from toolkit.measuring.meta_model import build, decoder_layers, describe, passes
 from toolkit.planning.models.families import FAMILIES
 
 ROWS, SEQUENCE = 2, 256

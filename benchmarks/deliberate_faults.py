@@ -92,7 +92,7 @@ RANKS = {
                 "tests/test_parameter_server.py", "tests/test_split_rows.py",
                 "tests/test_parity_faults.py", "tests/test_train.py",
                 "tests/checkpoints/test_exact_resuming.py"),
-    "launching": ("tests/launching", "tests/test_failures.py", "tests/test_warm.py"),
+    "launching": ("tests/launching", "tests/test_failures.py", "tests/test_fork_server.py"),
     "measuring": ("tests/test_attestation.py", "tests/test_guards_in_ranks.py",
                   "tests/test_bisect_faults.py", STRATEGIES,
                   "tests/test_rehearse.py"),
@@ -101,7 +101,7 @@ RANKS = {
     "training": ("tests/test_train.py", "tests/test_methods.py", "tests/test_speed_in_ranks.py",
                  STRATEGIES, "tests/checkpoints/test_exact_resuming.py"),
     "top": ("tests/test_cli.py", "tests/test_environment.py", "tests/test_rehearse.py",
-            "tests/test_names_and_secrets.py", "tests/test_warm.py"),
+            "tests/test_names_and_secrets.py", "tests/test_fork_server.py"),
 }  # fmt: skip
 """Tests that run the code of a room together with the others', most often in ranks."""
 

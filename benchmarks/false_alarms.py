@@ -197,7 +197,7 @@ def model_folder(name: str, folder: Path) -> Path | None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from toolkit.data.tokenizer import load_tokenizer
+    from toolkit.data.tokens import load_tokenizer
     from toolkit.training.model import build_model
 
     tokenizer = load_tokenizer(build_model())

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from kit.cells import PARTS, Cell, Machine, Row, part
+from kit.cells import PARTS, Cell, Machine, Row, Status, missing, part
 from kit.result import Result, table
 from kit.wheels import install
 
@@ -140,6 +140,7 @@ def use_wheels(folder: Path) -> None:
     for sentence in install(folder, target):
         print(sentence, flush=True)
     if target.exists():
+        sys.path.append(str(target))
         os.environ["PYTHONPATH"] = f"{python_environment()['PYTHONPATH']}{os.pathsep}{target}"
         os.environ["PATH"] += f"{os.pathsep}{target / 'bin'}"
 
@@ -199,6 +200,12 @@ def run_part(name: str, cells: Sequence[Cell], machine: Machine, result: Result)
 def run_group(name: str, cells: list[Cell], machine: Machine, result: Result) -> None:
     """Run cells in one process, and in a new one what is left when it dies."""
     result.drop(name, [cell.name for cell in cells])
+    reasons = [missing(cell) for cell in cells]
+    if all(reasons):  # a process would import everything, to say the same
+        for cell, reason in zip(cells, reasons, strict=True):
+            result.add(not_run(name, cell, "missing", str(reason)))
+            print_row(result.rows[-1])
+        return
     while cells:
         code, output = run_worker(name, cells, machine, result)
         written = {row["cell"] for row in result.of(name)}
@@ -251,14 +258,19 @@ def print_row(row: Row) -> None:
 def lost(name: str, cell: Cell, code: int, output: str) -> Row:
     """Return the row of a cell in which the process died or was given up."""
     last_line = output.strip().rpartition("\n")[2]
+    reason = f"its process ended with {code}: {last_line[:500]}"
+    return not_run(name, cell, "failed", reason, output=output)
+
+
+def not_run(name: str, cell: Cell, status: Status, reason: str, **measured: str) -> Row:
     return Row(
         part=name,
         cell=cell.name,
-        status="failed",
-        reason=f"its process ended with {code}: {last_line[:500]}",
+        status=status,
+        reason=reason,
         seconds=0.0,
         settings=cell.settings,
-        measured={"output": output},
+        measured=measured,
     )
 
 

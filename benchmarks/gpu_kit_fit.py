@@ -39,17 +39,20 @@ from kit.memory import ALLOCATORS, beyond, described, job_of
 from kit.models import shape_of
 from kit.result import Result, table
 
+from toolkit.jobs.terms import GIB, Interval
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.memory.allocator import EXPANDABLE, MOVING, STAYING, Kind
 from toolkit.planning.memory.estimate import (
     CONTEXT,
+    EXPANDABLE,
+    MOVING,
+    STAYING,
     WORKSPACES,
+    Kind,
     MemoryEstimate,
     estimate_memory,
 )
 from toolkit.planning.speed.estimate import estimate_speed
 from toolkit.planning.speed.gpus import Gpu, gpu
-from toolkit.planning.terms import GIB, Interval
 from toolkit.strategies import STRATEGIES
 from toolkit.training.speed_arguments import SpeedArguments
 

@@ -27,9 +27,9 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from killing import Run
 
-from toolkit.checkpoints.committing import check
-from toolkit.checkpoints.folders import checkpoints_in, step_of
-from toolkit.records.manifests import Damaged
+from toolkit.checkpoints.atomic_folder import check
+from toolkit.checkpoints.folders import checkpoints_in
+from toolkit.records.manifests import Damaged, checkpoint_step
 
 STEPS = 60
 SAVE_STEPS = 3
@@ -116,7 +116,7 @@ def killed(
 ) -> Kill:
     """Start or resume a run, and kill it."""
     newest = next(iter(checkpoints_in(run.output)), None)
-    begin = 0 if newest is None else step_of(newest) or 0
+    begin = 0 if newest is None else checkpoint_step(newest) or 0
     launcher = run.start(*resume(run))
     run.await_step(begin + chance.randint(1, 3 * SAVE_STEPS), launcher)
     if when == "save":
@@ -140,7 +140,7 @@ def killed(
         when=when,
         at_step=at_step,
         in_draft=bool(run.drafts()),
-        resumable_at=step_of(whole[0]) if whole else None,
+        resumable_at=checkpoint_step(whole[0]) if whole else None,
         damaged=len(found) - len(whole),
     )
 

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "planning"))
 
 from calibration_cases import MEASURED, Measured
 
+from toolkit.jobs.terms import GIB, Interval
 from toolkit.planning.memory.estimate import estimate_memory
-from toolkit.planning.terms import GIB, Interval
 
 COUNTED = ("at_rest", "allocated")
 """Figures that are counted tensor by tensor."""

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import environment
+from toolkit.jobs.shape import ModelShape
 from toolkit.planning.models.resolve import resolve_model, well_known
-from toolkit.planning.models.shape import ModelShape
 from toolkit.planning.plan import plan
 
 MODELS = ("HuggingFaceTB/SmolLM2-135M", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-2-7b-hf")

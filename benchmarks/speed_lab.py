@@ -33,7 +33,7 @@ from kit.cells import Cell, Machine, Row
 from kit.result import SMOKE, Result, table
 from kit.worker import PATIENCE, row_of
 
-from toolkit.planning.speed.flops import CONVENTION
+from toolkit.planning.speed.computing import CONVENTION
 
 PART: Final = "lab"
 STEPS: Final = 8
@@ -329,7 +329,7 @@ class Lab:
         from kit.speed import allowed, utilization_of
         from kit.trainers import fresh_accelerate
 
-        from toolkit.measuring.compilation import Compilation
+        from toolkit.measuring.clock import Compilation
 
         variant = Variant(**settings)
         steps = 2 if machine.smoke else STEPS
@@ -436,7 +436,7 @@ class Lab:
             return
         tokenizer = None
         if variant.kind == "trl":
-            from toolkit.data.tokenizer import load_tokenizer
+            from toolkit.data.tokens import load_tokenizer
             from toolkit.training.model import build_model
 
             tokenizer = load_tokenizer(build_model())

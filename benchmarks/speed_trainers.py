@@ -18,8 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from transformers.utils import logging
 
 from toolkit.data.arguments import DataArguments
-from toolkit.data.prepared import prepare_data
-from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.dataset import prepare_data
+from toolkit.data.tokens import load_tokenizer
 from toolkit.engines.tensors import compiled
 from toolkit.measuring.peak import PeakLedger
 from toolkit.training.model import build_model

@@ -32,14 +32,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.logging import disable_progress_bar
 
 from toolkit.engines import pipeline
-from toolkit.engines.backend import backend_of, prepare
+from toolkit.engines.backend import backend_of, wrap
 from toolkit.engines.tensor_parallel import SOUND_SHARDS, claim_mesh
 from toolkit.errors import UsageError
-from toolkit.measuring import clipping
 from toolkit.measuring.attestation import gather_objects
+from toolkit.measuring.gradients import clipping_mismatches, gather_full
 from toolkit.planning.models.architectures import UnknownArchitectureError
 from toolkit.strategies import STRATEGIES, Strategy
-from toolkit.training.loadable import check_split
+from toolkit.training.model_checks import check_split
 
 RANKS, ROWS = 4, 4
 NAMES = ("tensor", "tensor_ddp", "three_d", "pipeline")
@@ -286,10 +286,10 @@ def of_strategy(family: str, folder: str, strategy: Strategy) -> str:
     share = _loss_of_rows(accelerator, model, batches, items) / RANKS
     torch.distributed.all_reduce(share)
     gradients = {
-        n: float((backend.whole_gradient(p) - whole[n]).norm() / max(whole[n].norm(), 1e-6 * norm))
-        for n, p in backend.whole_parameters()
+        n: float((backend.full_gradient(p) - whole[n]).norm() / max(whole[n].norm(), 1e-6 * norm))
+        for n, p in backend.full_parameters()
     }
-    gathered = clipping.gathered(backend, scale=1.0)
+    gathered = gather_full(backend, scale=1.0)
     clipped = float(accelerator.clip_grad_norm_(model.parameters(), LIMIT))
     worst = max(gradients, key=lambda name: gradients[name])
     gaps = {
@@ -297,7 +297,7 @@ def of_strategy(family: str, folder: str, strategy: Strategy) -> str:
         "norm": abs(clipped / float(norm) - 1),
         "gradient": gradients[worst],
     }
-    refused = clipping.mismatches(gather_objects((gathered, clipped)))
+    refused = clipping_mismatches(gather_objects((gathered, clipped)))
     wrong = [f"{name} by {gap:.1g}" for name, gap in gaps.items() if not gap <= GAPS[name]]
     if not wrong:
         return "equal"
@@ -326,7 +326,7 @@ def prepared(folder: str, strategy: Strategy, *, micro_batches: int) -> tuple[An
     )
     optimizer = torch.optim.AdamW(model.parameters())
     loader: Any = DataLoader([*range(8)])  # pyright: ignore[reportArgumentType]: a list will do
-    model, _, _ = prepare(accelerator, trainable(model), optimizer, loader)
+    model, _, _ = wrap(accelerator, trainable(model), optimizer, loader)
     return accelerator, model
 
 

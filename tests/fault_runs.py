@@ -23,7 +23,7 @@ def write_model(folder: Path) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from toolkit.data.tokenizer import load_tokenizer
+    from toolkit.data.tokens import load_tokenizer
     from toolkit.training.model import build_model
 
     built_in = build_model()
@@ -68,9 +68,10 @@ def start_all(
 ) -> Path:
     """Start a sound control, and in some ranks a sound run of a script and one with each fault.
 
-    They train half the steps of a comparison; with the flag --evidence they keep that of the first.
+    They train as few steps as show every fault; with the flag --evidence they keep that of the
+    first.
     """
-    flags = ["--half", *flags]
+    flags = ["--few", *flags]
     start("single", folder, [*flags, folder / "control", "clean"], environment)
     names = [*flags, folder, "clean", *faults]
     start(strategy, folder, names, environment, script=script, ranks=ranks)

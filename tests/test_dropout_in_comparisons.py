@@ -14,7 +14,7 @@ SAID = "set to 0 in every run (own values: resid_pdrop 0.1, embd_pdrop 0.1, attn
 def compared(toolkit, tmp_path_factory):
     from transformers import AutoModelForCausalLM, GPT2Config, set_seed
 
-    from toolkit.data.tokenizer import load_tokenizer
+    from toolkit.data.tokens import load_tokenizer
     from toolkit.training.model import build_model
 
     folder = tmp_path_factory.mktemp("gpt2")

@@ -14,10 +14,9 @@ from toolkit import environment
 from toolkit.comparing.predicted import STATES
 from toolkit.comparing.report.sections.traffic import difference_in_words
 from toolkit.data.arguments import DataArguments
-from toolkit.data.prepared import prepare_data, prepare_validation
+from toolkit.data.dataset import prepare_data, prepare_validation
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.memory.estimate import estimate_memory
-from toolkit.planning.memory.states import state_bytes
+from toolkit.planning.memory.estimate import estimate_memory, state_bytes
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.of_run import job_of
 from toolkit.planning.speed.traffic import collectives, textbook

@@ -1,34 +1,28 @@
 """The gradients of the first step in real ranks: one row outweighs all, or no row teaches."""
 
-import subprocess
-import sys
-
 import pytest
+import torch
 from places import SCRIPTS
-
-from toolkit.records.record import read_record
-
-LIGHT_ROW = """
-import sys, torch
 from transformers import AutoModelForCausalLM
-from toolkit.data.tokenizer import load_tokenizer
+
+from toolkit.data.tokens import load_tokenizer
+from toolkit.records.record import read_record
 from toolkit.training.model import build_model
-model = AutoModelForCausalLM.from_pretrained(build_model(), dtype=torch.float32)
-tokenizer = load_tokenizer(build_model())
-model.config.rms_norm_eps = 1e-12
-with torch.no_grad():
-    model.model.embed_tokens.weight[tokenizer.bos_token_id] *= 1e-6
-model.save_pretrained(sys.argv[1])
-tokenizer.save_pretrained(sys.argv[1])
-"""
-"""The first token of every row as one that was added and hardly initialised."""
 
 
 @pytest.fixture(scope="module")
 def light_row(launch_environment, tmp_path_factory):
+    """A model to which the first token of every row is as one that was hardly initialised."""
     folder = tmp_path_factory.mktemp("light")
-    command = [sys.executable, "-c", LIGHT_ROW, folder]
-    subprocess.run(command, env=launch_environment, check=True, capture_output=True, timeout=300)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOOLKIT_CACHE", launch_environment["TOOLKIT_CACHE"])
+        tokenizer = load_tokenizer(build_model())
+        model = AutoModelForCausalLM.from_pretrained(build_model(), dtype=torch.float32)
+    model.config.rms_norm_eps = 1e-12
+    with torch.no_grad():
+        model.model.embed_tokens.weight[tokenizer.bos_token_id] *= 1e-6
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -7,7 +7,7 @@ from places import ROOT, SCRIPTS
 
 from toolkit.launching.launch import launch_command, run
 from toolkit.launching.status import read_statuses
-from toolkit.measuring.equal_weights import BY_RANK_0
+from toolkit.measuring.replica_checks import BY_RANK_0
 
 BAD_STEP = 12
 STEPS = 16

@@ -7,7 +7,7 @@ import torch
 from killing import Run
 from transformers import AutoModelForCausalLM
 
-from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.tokens import load_tokenizer
 from toolkit.records.record import read_record
 from toolkit.records.results import read_results
 from toolkit.training.model import build_model

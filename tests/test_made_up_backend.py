@@ -10,15 +10,14 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from toolkit import cli, engines, environment
-from toolkit.comparing.run.plan import processes_for
+from toolkit import backends, cli, engines, environment
+from toolkit.backends.deepspeed_json import deepspeed_config
 from toolkit.configs.accelerate import num_processes_problem
-from toolkit.configs.deepspeed import deepspeed_config
 from toolkit.configs.optimizers import optimizer_problem
 from toolkit.engines.backend import backend_of
 from toolkit.errors import UsageError
 from toolkit.measuring import memory
-from toolkit.measuring.attestation import Refused, Requested, compare, engaged_before, require
+from toolkit.measuring.attestation import Refused, Requested, actual_before, compare, require
 from toolkit.measuring.recorder import Recorder
 from toolkit.measuring.traffic import Ledger, textbook_volume
 from toolkit.planning import recommend
@@ -46,12 +45,7 @@ def _a_strategy_of_a_made_up_backend(monkeypatch):
         lambda strategy: strategy.shards_optimizer,
         lambda strategy: strategy.shards_gradients,
         lambda strategy: strategy.shards_parameters,
-        lambda strategy: strategy.shards_at_the_step,
-        lambda strategy: strategy.reduces_in_buckets,
-        lambda strategy: strategy.reduces_on_request,
-        lambda strategy: strategy.gathers_again,
         lambda strategy: strategy.reads_deepspeed_json,
-        lambda strategy: strategy.steps_on_masters,
         lambda strategy: strategy.data_parallel_size(4),
     ],
 )
@@ -115,7 +109,7 @@ def test_every_other_part_that_decides_by_strategy_refuses_it():
         lambda: deepspeed_config(MADE_UP),
         lambda: environment.missing_for(MADE_UP),
         lambda: textbook(MADE_UP, trained=1, everything=1, ranks=2),
-        lambda: processes_for(MADE_UP, 2),
+        lambda: backends.backend_of(MADE_UP).ranks_among(2),
     ):
         with pytest.raises(UsageError, match=REFUSED):
             decides()
@@ -165,10 +159,10 @@ def test_a_wrapper_that_no_backend_has_is_refused_by_its_name(monkeypatch):
     """Of one process nothing is told by it: a user's own model may look like a wrapper."""
     accelerator = Accelerator(cpu=True)
     wrapped = MadeUp(torch.nn.Linear(4, 1))
-    assert backend_of(wrapped).engaged(accelerator)["wrapper"] == "none"
+    assert backend_of(wrapped).actual_settings(accelerator)["wrapper"] == "none"
     monkeypatch.setattr(engines.ddp, "world_size", lambda: 2)
     asked = Requested(strategy=STRATEGIES["ddp"], num_processes=2).before_first_step()
-    mismatches = compare(asked, engaged_before(accelerator, wrapped), rank=0)
+    mismatches = compare(asked, actual_before(accelerator, wrapped), rank=0)
     said = "wrapper: asked DistributedDataParallel, engaged MadeUp (rank 0)"
     assert said in [str(mismatch) for mismatch in mismatches]
     with pytest.raises(Refused, match="MadeUp"):

@@ -25,7 +25,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.long
+@pytest.mark.usefixtures("as_launched")
 def test_a_run_shows_what_engaged_and_a_script_that_fails_its_reason(here, capsys):
     ran = toolkit.launch("zero2", args=["--max_steps", 2, "--output_dir", "mine"])
     assert (ran.status, ran.reason, ran.folder) == ("ok", None, here / "mine")
@@ -78,7 +78,7 @@ def test_a_mistake_is_a_sentence_and_nothing_is_written(here, arguments, named):
     assert not list(here.iterdir())
 
 
-@pytest.mark.long
+@pytest.mark.usefixtures("as_launched")
 def test_a_comparison_and_its_report_are_the_same_page(here):
     done = toolkit.compare("single, ddp", max_steps=2, throughput_steps=0, output="both")
     assert done.sound

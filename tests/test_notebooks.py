@@ -1,6 +1,7 @@
 """Notebooks: calls and no functions, committed without outputs, and they run."""
 
 import ast
+import json
 import os
 import shutil
 from pathlib import Path
@@ -8,6 +9,9 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+from toolkit.launching.forking import SOCKET, warm_process
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -107,26 +111,51 @@ SHORT = ("01_first_run",)
     [pytest.param(path, marks=[pytest.mark.short] * (path.stem in SHORT)) for path in NOTEBOOKS],
     ids=lambda path: path.stem,
 )
-@pytest.mark.usefixtures("cold_environment")
-def test_it_runs_from_top_to_bottom(path, tmp_path):
-    ran = run(path, tmp_path)
+def test_it_runs_from_top_to_bottom(path, tmp_path, kernel_environment):
+    ran = run(path, tmp_path, kernel_environment)
     text = "\n".join(texts_of(ran))
     for part in SHOWN[path.stem]:
         assert part in text, text
 
 
-def run(path, folder):
+LAUNCHES_WITH = """
+import json
+from toolkit.comparing.run.preparing import run_environment
+print(json.dumps(run_environment(rehearsal=True)))
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel_environment(request, cold_environment, tmp_path_factory):
+    """The variables of a user, and where a warm process is that a kernel can launch from.
+
+    Jupyter adds variables of its own, so one cell says with which ones its launches start.
+    """
+    if request.config.getoption("--cold"):
+        yield cold_environment
+        return
+    asking = new_notebook(cells=[new_code_cell(LAUNCHES_WITH)])
+    ran = client_of(asking, tmp_path_factory.mktemp("asking")).execute(env=cold_environment)
+    with warm_process(json.loads(ran.cells[0].outputs[0].text)) as socket:
+        yield cold_environment | {SOCKET: str(socket)}
+
+
+def run(path, folder, environment):
     """Run a copy of a notebook in `folder`, which is where its cells write."""
     copy = Path(shutil.copy(path, folder))
     notebook = nbformat.read(copy, as_version=4)
-    client = nbclient.NotebookClient(
-        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    )
-    ran = client.execute()
+    ran = client_of(notebook, folder).execute(env=environment)
     if executed := os.environ.get("TOOLKIT_EXECUTED_NOTEBOOKS"):  # for the site
         Path(executed).mkdir(parents=True, exist_ok=True)
         nbformat.write(ran, Path(executed) / path.name)
     return ran
+
+
+def client_of(notebook, folder):
+    resources = {"metadata": {"path": str(folder)}}
+    return nbclient.NotebookClient(
+        notebook, timeout=600, kernel_name="python3", resources=resources
+    )
 
 
 def texts_of(notebook):

@@ -9,7 +9,7 @@ from toolkit.engines.parameter_server import step_on_nothing
 from toolkit.errors import UsageError
 from toolkit.records.results import read_results
 from toolkit.training.arguments import own_arguments, training_arguments, training_values
-from toolkit.training.prepare import prepare
+from toolkit.training.preflight import preflight
 
 
 @pytest.fixture(scope="module")
@@ -110,4 +110,4 @@ def test_a_request_that_a_server_cannot_meet_is_refused(flags, ranks, reason):
         *flags,
     ]
     with pytest.raises(UsageError, match=reason):
-        prepare(flags, num_processes=ranks, strategies=["parameter_server"])
+        preflight(flags, num_processes=ranks, strategies=["parameter_server"])

@@ -14,7 +14,7 @@ from fault_runs import start, write_model
 
 from toolkit.comparing.parity.gates import judge
 from toolkit.comparing.parity.judgement import Judgement
-from toolkit.comparing.parity.rounding import may_be_rounding, measure_rounding
+from toolkit.comparing.run.comparison import may_be_rounding, measure_rounding
 from toolkit.records.record import Record, read_record
 
 pytestmark = pytest.mark.short

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from toolkit.data.arguments import DataArguments
-from toolkit.data.prepared import prepare_data
+from toolkit.data.dataset import prepare_data
 from toolkit.records.record import read_record
 from toolkit.records.results import read_results
 from toolkit.training.model import build_model

@@ -21,9 +21,10 @@ from toolkit.comparing.parity.gates import limit_of
 from toolkit.comparing.parity.judgement import GATED_STEPS
 from toolkit.comparing.report.runs_table import runs_table
 from toolkit.comparing.run.comparison import Comparison
-from toolkit.comparing.run.options import DEFAULT_STRATEGIES, CompareOptions, read_scale
+from toolkit.comparing.run.options import CompareOptions, read_scale
 from toolkit.comparing.run.plan import build_plan
 from toolkit.comparing.run.rows import bare_row
+from toolkit.jobs.options import USUAL_STRATEGIES
 from toolkit.records.record import read_record
 from toolkit.records.results import Results, Row
 from toolkit.strategies import STRATEGIES, get_strategy
@@ -176,7 +177,7 @@ def verb_of(words):
 def check_compare(given):
     as_passed = ("max_steps", "num_processes", "repeats", "throughput_steps", "output")
     options = CompareOptions(
-        strategies=given["strategies"].split(",") if given["strategies"] else DEFAULT_STRATEGIES,
+        strategies=given["strategies"].split(",") if given["strategies"] else USUAL_STRATEGIES,
         engine=given["engine"],
         scale=read_scale(given["scale"]) if given["scale"] else (),
         dollars_per_hour=given["dollars_per_hour"],
@@ -489,7 +490,7 @@ def test_the_fields_that_are_explained_exist():
 
 def test_the_usual_strategies_and_the_gates_are_those_of_the_code():
     text = " ".join(COMPARING.text.split())
-    names = [f"`{name}`" for name in DEFAULT_STRATEGIES]
+    names = [f"`{name}`" for name in USUAL_STRATEGIES]
     assert f"the usual six: {', '.join(names[:-1])} and {names[-1]}." in text
     assert f"over the first {GATED_STEPS} steps" in text
     assert f"loss within {short(limit_of('loss', 'no'))}," in text
@@ -560,7 +561,7 @@ def test_the_skill_says_when_to_use_it():
 
 def test_the_public_names_in_the_text_exist():
     named = {name for page in ALL for name in re.findall(r"\btoolkit\.([A-Za-z]\w*)", page.text)}
-    modules = {"train", "rehearse", "records", "warm"}
+    modules = {"train", "rehearse", "records", "fork_server"}
     assert named - modules <= set(toolkit.__all__)
 
 

@@ -101,5 +101,5 @@ def test_each_way_to_ask_a_model_for_its_backend_is_found(source):
 
 def test_a_config_of_deepspeed_and_a_sentence_on_it_may_be_read_anywhere():
     assert not known_of_backends(
-        "from toolkit.configs.deepspeed import deepspeed_config\nsaid = 'ds_id is of ZeRO-3'"
+        "from toolkit.backends.deepspeed_json import deepspeed_config\nsaid = 'ds_id is of ZeRO-3'"
     )

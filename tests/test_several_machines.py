@@ -205,12 +205,12 @@ def test_a_machine_whose_rank_failed_is_named_too(launch_environment, tmp_path):
     ],
 )
 def test_machines_that_share_no_folder_wait_for_each_other_and_name_who_is_missing(
-    fault, code, verdict, cold_environment, tmp_path
+    fault, code, verdict, launch_environment, tmp_path
 ):
     """Each launcher has a temporary folder of its own; the store of the launch joins them."""
     script = ["--hang_timeout", "5", SCRIPTS / "hangs.py", fault, tmp_path / "begun"]
     commands = configs("ddp", tmp_path, ranks=2)
-    with started(commands, tmp_path / "unused", cold_environment, script=script) as running:
+    with started(commands, tmp_path / "unused", launch_environment, script=script) as running:
         for launcher, log in running:
             assert launcher.wait(200) == code, log.read_text()
     for _, log in running:
@@ -275,7 +275,7 @@ class Store:
         threading.Event().wait()
 
 machines._connected = Store
-signs = machines.Signs(number=0, machines=2)
+signs = machines.MachineSigns(number=0, machines=2)
 signs.start()
 asked.wait()
 signs.stop(left=True)

@@ -18,7 +18,7 @@ from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.plan import build_plan
 from toolkit.comparing.run.rows import bare_row
-from toolkit.planning.options import PlanOptions, RecommendOptions
+from toolkit.jobs.options import PlanOptions, RecommendOptions
 from toolkit.records.fields import fields_of
 from toolkit.records.record import Record
 from toolkit.records.results import Row

@@ -9,7 +9,7 @@ import pytest
 from killing import Run
 from places import ROOT, SCRIPTS
 
-from toolkit.launching.status import ASKED_FILE, read_statuses
+from toolkit.launching.status import REQUEST_FILE, read_statuses
 from toolkit.records.record import FILLER_ID, read_record
 
 
@@ -304,7 +304,7 @@ def test_a_second_run_in_the_folder_of_one_that_works_there_is_refused_and_chang
         assert first.poll() is None
         assert sorted(os.listdir(run.output)) == [".lock", "status", "steps.jsonl"]
         files = {name for name in os.listdir(run.output / "status") if name[0] != "."}
-        files.discard(ASKED_FILE)  # of the first run too
+        files.discard(REQUEST_FILE)  # of the first run too
         assert {name.partition("rank-")[2].partition(".")[0] for name in files} == {"0"}
         before = run.statuses()[0].step
         run.await_step(before + 1, first)

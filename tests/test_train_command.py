@@ -15,11 +15,10 @@ from rich.console import Console
 from toolkit import cli, train_command
 from toolkit.environment import InstalledGpu
 from toolkit.errors import UsageError
+from toolkit.jobs.terms import GIB
 from toolkit.launching.outcome import Outcome
-from toolkit.planning.choice import Choice
-from toolkit.planning.terms import GIB
 from toolkit.records.record import read_record
-from toolkit.train_command import TrainCommand, TrainOptions
+from toolkit.train_command import Choice, TrainCommand, TrainOptions
 
 TEXTS = ["the quick brown fox ", "jumps over the lazy dog ", "small birds sing in the rain "]
 

@@ -17,7 +17,7 @@ import typer
 from toolkit.comparing.run.options import CompareOptions, read_scale, usual_rows
 from toolkit.configs import ConfigOptions, Flag
 from toolkit.errors import UsageError, file_sentence, is_full_disk
-from toolkit.planning.options import PlanOptions, RecommendOptions
+from toolkit.jobs.options import PlanOptions, RecommendOptions
 from toolkit.redaction import redact_output
 from toolkit.strategies import STRATEGIES, get_strategy
 
@@ -327,7 +327,7 @@ def prepare(
     train_flags: TrainFlags = None,
 ) -> None:
     """Fetch the model and tokenise the data once, before a launch."""
-    from toolkit.launching.preparing import described, prepare_once
+    from toolkit.launching.preflight import described, prepare_once
 
     facts = prepare_once(train_flags or (), num_processes=num_processes)
     if as_json:
@@ -341,7 +341,7 @@ def prepare(
     epilog=_examples(
         'toolkit generate runs/mine/final "What is a gradient?"',
         'toolkit generate runs/mine "A joke, please." --temperature 0.8 --seed 1',
-    ),
+    )
 )
 def generate(
     folder: Annotated[Path, typer.Argument(help="A saved model or adapter, or its run.")],
@@ -378,8 +378,7 @@ def report(
         Path | None, typer.Option("--to", help="Folder for the files on two comparisons.")
     ] = None,
     show_speed: Annotated[
-        bool,
-        typer.Option("--show-speed", help="Show the speeds of a rehearsal, too."),
+        bool, typer.Option("--show-speed", help="Show the speeds of a rehearsal, too.")
     ] = False,
 ) -> None:
     """Make a comparison's reports again, or set two comparisons side by side."""
@@ -389,7 +388,7 @@ def report(
         raise UsageError("--png is for one comparison. Name one folder, or leave --png out.")
     from rich.console import Console
 
-    from toolkit.comparing.report import remake
+    from toolkit.comparing.report import write
 
     console = Console()
     if second is not None:
@@ -397,9 +396,9 @@ def report(
 
         side_by_side(folder, second, to=to, console=console)
     elif png:
-        remake.remake_picture(folder, console=console)
+        write.remake_picture(folder, console=console)
     else:
-        remake.remake(folder, console=console, show_speed=show_speed)
+        write.remake(folder, console=console, show_speed=show_speed)
 
 
 @app.command(
@@ -518,7 +517,7 @@ def doctor(
     else:
         from rich.console import Console
 
-        from toolkit.doctor.render import show_causes, show_findings
+        from toolkit.doctor.finding import show_causes, show_findings
 
         show = show_findings if path is None else show_causes
         show(findings, Console())

@@ -28,6 +28,9 @@ from typing import Any, Final
 from toolkit.errors import UsageError
 from toolkit.strategies import Strategy
 
+MIB: Final = 2**20
+GIB: Final = 2**30
+
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "peft", "toolkit")
 
 # Names from nvml.h. pynvml 13.615 has a tuple for the first of the last three.

@@ -1,4 +1,4 @@
-"""Escaping: a text as one line that a terminal, a page or a shell shows unchanged."""
+"""Text that a person reads: words in a list, and any text as one line that is shown unchanged."""
 
 from __future__ import annotations
 
@@ -28,6 +28,12 @@ def plain(text: str) -> str:
 def one_line(text: str) -> str:
     r"""Return `text` with its control characters spelled out: a line feed is `\n`."""
     return UNSEEN_OR_SPLIT.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def listed(words: Iterable[object]) -> str:
+    """Return words as a sentence lists them: `A`, `A and B`, `A, B and C`."""
+    texts = [*map(str, words)]
+    return " and ".join(filter(None, (", ".join(texts[:-1]), *texts[-1:])))
 
 
 def code(text: str) -> str:

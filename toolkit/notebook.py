@@ -2,6 +2,8 @@
 
 A kernel never initialises CUDA: training runs in processes of its own, with the files that the
 command line uses. Their lines are one output of the cell, and the stop button ends them all.
+
+A figure of a report is shown on a card in light colours, so that a dark theme can have it too.
 """
 
 from __future__ import annotations
@@ -21,17 +23,20 @@ from pathlib import Path
 from typing import Any, Final
 
 from toolkit import environment
-from toolkit.comparing.report.figures.cell import CellFigure, cell_figure
-from toolkit.comparing.report.redact import redact_results
+from toolkit.comparing.report.figures import draw_all, draw_one
+from toolkit.comparing.report.figures.frame import Mark, ReportFigure
+from toolkit.comparing.report.names import for_readers, redact_results
+from toolkit.comparing.report.picture import page_colours
 from toolkit.comparing.report.write import render_markdown
 from toolkit.comparing.run import schedule
 from toolkit.comparing.run.folders import short_path
-from toolkit.comparing.run.options import DEFAULT_STRATEGIES, CompareOptions
+from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.preparing import run_environment
 from toolkit.comparing.run.starting import visible_gpus
 from toolkit.configs import ConfigOptions
 from toolkit.configs.files import write_configs
 from toolkit.errors import UsageError
+from toolkit.jobs.options import USUAL_STRATEGIES
 from toolkit.launching import forking
 from toolkit.launching.launch import launch_command, run
 from toolkit.launching.outcome import OutcomeStatus
@@ -272,7 +277,7 @@ class Compared:
 
 
 def compare(
-    strategies: str | Sequence[str] = DEFAULT_STRATEGIES,
+    strategies: str | Sequence[str] = USUAL_STRATEGIES,
     train_flags: Sequence[str] = (),
     **options: Any,
 ) -> Compared:
@@ -321,3 +326,73 @@ def _console(output: Any) -> Any:
     from rich.console import Console
 
     return Console(file=output, width=WIDTH, force_terminal=False, force_jupyter=False)
+
+
+MARKS: Final[dict[Mark, str]] = {
+    "area": "■",
+    "line": "━",
+    "dashed": "╍",
+    "tick": "|",
+    "dot": "●",
+    "square": "■",
+    "diamond": "◆",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class CellFigure:
+    """A figure of a comparison; it shows itself in a notebook."""
+
+    title: str
+    caption: str
+    notes: tuple[str, ...]
+    """Runs that are not drawn, and why."""
+
+    html: str
+
+    def __repr__(self) -> str:
+        return "\n".join([self.title, self.caption, *self.notes])
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+
+def cell_figure(results: Results, name: str) -> CellFigure:
+    """Return a figure of the report; the caller should pass redacted results.
+
+    Raises:
+        UsageError: the report has no such figure.
+    """
+    shown = for_readers(results)
+    figure = draw_one(shown, name)
+    if figure is None:
+        names = ", ".join(each.name for each in draw_all(shown))
+        raise UsageError(f"The report has no figure {name!r}. It has {names}.")
+    return CellFigure(
+        title=figure.title,
+        caption=figure.caption,
+        notes=tuple(figure.notes),
+        html=_html(figure, page_colours()),
+    )
+
+
+def _html(figure: ReportFigure, colours: dict[str, str]) -> str:
+    from markupsafe import Markup, escape
+
+    keys = Markup(" &ensp; ").join(
+        Markup('<span style="color: {}">{}</span> {}').format(key.colour, MARKS[key.kind], key.text)
+        for key in figure.keys
+    )
+    drawing = escape(figure.instead)
+    if figure.svg is not None:
+        drawing = Markup(figure.svg.replace("<svg ", '<svg style="width: 100%; height: auto" ', 1))
+    small = Markup('<div style="font-size: 0.85em; color: var(--muted)">{}</div>')
+    lines = [small.format(line) for line in (keys, figure.caption, *figure.notes) if line]
+    text = Markup(
+        '<div style="background: var(--paper); color: var(--ink); padding: 0.8em; '
+        'max-width: 46em; font-family: sans-serif">'
+        "<div><b>{}</b></div>{}{}</div>"
+    ).format(figure.title, drawing, Markup("").join(lines))
+    for variable, colour in colours.items():
+        text = text.replace(f"var(--{variable})", colour)
+    return str(text)

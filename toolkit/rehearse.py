@@ -93,15 +93,11 @@ def main() -> None:
                 check_installed("deepspeed")
                 deepspeed_config.say_builds(requested.read_deepspeed_config(os.environ))
             from toolkit.measuring import machines
-            from toolkit.measuring.foreign import watch
+            from toolkit.measuring.script_attestation import watch
 
             if hang_timeout is None:
                 hang_timeout = DEFAULT_SECONDS if rehearsal else 0.0
-            with (
-                _watchdog(hang_timeout, status),
-                watch(rehearsal=rehearsal),
-                machines.watched(),
-            ):
+            with _watchdog(hang_timeout, status), watch(rehearsal=rehearsal), machines.watched():
                 run_script()
     except UsageError as error:
         code = print_reason(2, str(error))

@@ -98,19 +98,6 @@ class Strategy:
                 refuse_backend(self.backend, self, "The toolkit")
 
     @property
-    def runs_alone(self) -> bool:
-        """Whether it trains as itself on one process; DDP would only replicate to nowhere."""
-        match self.backend:
-            case "single":
-                return True
-            case "ddp" | "tensor" | "pipeline" | "parameter_server":
-                return False
-            case "deepspeed" | "fsdp":
-                return self.replicas == 1 and not self.splits_rows
-            case _:
-                refuse_backend(self.backend, self, "The toolkit")
-
-    @property
     def sharding(self) -> Sharding:
         """How a rank's part of the model states is cut.
 
@@ -154,80 +141,22 @@ class Strategy:
                 return True
 
     @property
-    def shards_at_the_step(self) -> bool:
-        """ZeRO-1: gradients are whole until the last micro-batch's are reduced and cut."""
-        return self.shards_optimizer and not self.shards_gradients
-
-    @property
-    def has_server(self) -> bool:
-        """Whether one rank holds the optimizer and steps for all."""
-        return self.backend == "parameter_server"
-
-    @property
-    def reduces_in_buckets(self) -> bool:
-        """DDP: gradients are averaged in buckets, of which they may be views."""
-        by_ranks = self.sharding == "whole" and self.is_distributed and self.schedule is None
-        return by_ranks and not self.has_server
-
-    @property
-    def reduces_on_request(self) -> bool:
-        """Whether the training loop decides in which micro-batches gradients are reduced.
-
-        Under DeepSpeed the stage decides, and to a server they are pushed once a step.
-        """
-        return self.is_distributed and not (self.reads_deepspeed_json or self.has_server)
-
-    @property
-    def gathers_again(self) -> bool:
-        """Whether sharded parameters are freed after forward and gathered again for backward."""
-        return self.sharding == "tensors" or self.reshard_after_forward
-
-    @property
     def reads_deepspeed_json(self) -> bool:
         """Whether DeepSpeed trains it, which reads a JSON file of its own."""
-        match self.backend:
-            case "deepspeed":
-                return True
-            case "single" | "ddp" | "fsdp" | "tensor" | "pipeline" | "parameter_server":
-                return False
-            case _:
-                refuse_backend(self.backend, self, "The toolkit")
-
-    @property
-    def steps_on_masters(self) -> bool:
-        """Whether the model is cast to the computing dtype, and the step is on an fp32 copy.
-
-        DeepSpeed does so; DDP and FSDP2 step on the parameters themselves.
-        """
-        return self.reads_deepspeed_json
+        return self.is_distributed and self.backend == "deepspeed"
 
     @property
     def engines(self) -> tuple[Engine, ...]:
         """The engines that can train it, the usual one first."""
-        if self.splits_rows:
-            # The Trainer takes a mean over each micro-batch under sequence parallelism, not over
-            # the tokens of the step (transformers 5.23, `deepspeed_sp_compute_loss`).
-            return ("loop",)
         match self.backend:
             case "single" | "ddp" | "deepspeed" | "fsdp":
-                return ("trainer", "loop")
-            case "tensor":
-                # The Trainer's Accelerator takes its mesh for an accelerator's alone, so that no
-                # rehearsal would be possible (accelerate 1.15, parallelism_config.py).
+                # The Trainer takes a mean over each micro-batch under sequence parallelism, not
+                # over the tokens of the step (transformers 5.23, `deepspeed_sp_compute_loss`).
+                return ("loop",) if self.splits_rows else ("trainer", "loop")
+            case "tensor" | "pipeline" | "parameter_server":
+                # The Trainer's Accelerator takes a tensor group's mesh for an accelerator's alone,
+                # so that no rehearsal would be possible (accelerate 1.15, parallelism_config.py).
                 return ("loop",)
-            case "pipeline" | "parameter_server":
-                return ("loop",)
-            case _:
-                refuse_backend(self.backend, self, "The toolkit")
-
-    @property
-    def has_key(self) -> bool:
-        """Whether a key of Accelerate's file asks for it; otherwise `--strategy` does."""
-        match self.backend:
-            case "single" | "ddp" | "deepspeed" | "fsdp" | "tensor":
-                return True
-            case "pipeline" | "parameter_server":
-                return False
             case _:
                 refuse_backend(self.backend, self, "The toolkit")
 
@@ -305,11 +234,6 @@ class Strategy:
         """
         return self.tensor if self.schedule is not None else num_processes // self.replicas
 
-    @property
-    def splits_model(self) -> bool:
-        """Whether several ranks share one copy of the model's computation."""
-        return self.tensor > 1 or self.schedule is not None
-
     def mesh(self, num_processes: int) -> str:
         """Return the dimensions of the ranks' mesh in words, as in `shards 2 x tensor 2`."""
         if self.schedule is not None:
@@ -331,14 +255,10 @@ class Strategy:
 
     def data_parallel_size(self, num_processes: int) -> int:
         """Return how many of `num_processes` ranks read rows of their own."""
-        match self.backend:
-            case (
-                "single" | "ddp" | "deepspeed" | "fsdp" | "tensor" | "pipeline" | "parameter_server"
-            ):
-                sharing = self.pipeline_ranks(num_processes) * self.tensor
-                return num_processes // sharing // self.sequence_size(num_processes)
-            case _:
-                refuse_backend(self.backend, self, "The toolkit")
+        if not self.is_distributed:
+            return num_processes
+        sharing = self.pipeline_ranks(num_processes) * self.tensor
+        return num_processes // sharing // self.sequence_size(num_processes)
 
 
 def refuse_backend(backend: Never, strategy: Strategy, refuser: str) -> NoReturn:
@@ -369,10 +289,7 @@ STRATEGIES: dict[str, Strategy] = {
         ),
         Strategy(name="ddp", backend="ddp", summary="everything replicated, gradients averaged"),
         Strategy(
-            name="zero1",
-            backend="deepspeed",
-            zero_stage=1,
-            summary="optimizer states sharded",
+            name="zero1", backend="deepspeed", zero_stage=1, summary="optimizer states sharded"
         ),
         Strategy(
             name="zero2",

@@ -1,6 +1,9 @@
 """`toolkit train`: choose a strategy, prepare once, launch the ranks, and say what came of it.
 
 The ranks are those of `accelerate launch --config_file ... -m toolkit.train`, with the same files.
+
+A run that names no strategy takes the first that holds it with its flags as they are; `recommend`
+looks for better flags.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from toolkit import environment
 from toolkit.checkpoints.resume_request import folder_to_resume
-from toolkit.comparing.report.terminal import print_line
 from toolkit.comparing.run.folders import short_path
 from toolkit.comparing.run.preparing import run_environment
 from toolkit.comparing.run.progress import ANNOUNCEMENT, waiting
@@ -33,17 +35,123 @@ from toolkit.launching.folder_lock import lock_folder
 from toolkit.launching.forking import warm_launches
 from toolkit.launching.launch import launch_command, run
 from toolkit.launching.outcome import Outcome
-from toolkit.launching.preparing import PrepareError, prepare_launch
+from toolkit.launching.preflight import PrepareError, prepare_launch
 from toolkit.launching.step_lines import Display
-from toolkit.planning.choice import ALONE, ON_SEVERAL, choose
 from toolkit.planning.of_run import RunFacts
 from toolkit.records.record import read_record
 from toolkit.records.summary import last_words, without
 from toolkit.redaction import learn, redacted_words
 from toolkit.strategies import Strategy, get_strategy
+from toolkit.tables.terminal import print_line
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+from collections.abc import Container, Iterator
+
+from toolkit.environment import InstalledGpu, memory_bytes, missing_for
+from toolkit.jobs.terms import GIB
+from toolkit.planning.memory.estimate import estimate_memory
+from toolkit.planning.of_run import job_of
+from toolkit.planning.remedies import remedies, together
+from toolkit.planning.render.commands import flags_of
+from toolkit.planning.search import OFFLOADED, ORDER
+from toolkit.planning.verdict import Room, Verdict, judge
+from toolkit.strategies import STRATEGIES
+
+_TRIED = {"ddp", "zero1", "fsdp", "zero2", "zero3", *OFFLOADED}
+ALONE = ("single", *(name for name in ORDER if name in OFFLOADED))
+ON_SEVERAL = tuple(name for name in ORDER if name in _TRIED)
+"""Strategies in the order in which they are tried, the simplest first."""
+
+MOST_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A strategy for a run on GPUs, with the reason in one line."""
+
+    strategy: str
+    reason: str
+    fits: bool
+    """False where the planner says that it is too large."""
+
+
+def choose(
+    run: RunFacts,
+    gpus: Sequence[InstalledGpu],
+    *,
+    others: bool = True,
+    refused: Container[str] = (),
+) -> Choice:
+    """Return the first strategy under which a run fits for sure, or else may fit.
+
+    Args:
+        run: Its facts, under the strategy that is tried first.
+        gpus: Those that it runs on, one rank each.
+        others: Whether other strategies may be chosen.
+        refused: Strategies that are known not to take the run.
+    """
+    first = run["strategy"]
+    room = Room(gpu_bytes=min(gpu.memory_bytes for gpu in gpus), host_bytes=memory_bytes())
+    try:
+        verdicts = {first: _judged(run, first, room)}
+    except UsageError as error:
+        return Choice(strategy=first, reason=f"{error}; whether it fits is not known", fits=True)
+    if verdicts[first].fits or (not others and verdicts[first].answer == "tight"):
+        return Choice(strategy=first, reason=_why(verdicts[first], others=others), fits=True)
+    for name in ALONE if len(gpus) == 1 else ON_SEVERAL:
+        takes = name != first and name not in refused and not missing_for(STRATEGIES[name])
+        with suppress(UsageError):  # not every strategy takes every run
+            verdicts |= {name: _judged(run, name, room)} if takes else {}
+    fitting = [name for name, verdict in verdicts.items() if verdict.fits]
+    if others and fitting:
+        before = f"{first} needs {_needed(verdicts[first])}"
+        reason = f"{before}; {_why(verdicts[fitting[0]], others=True)}"
+        return Choice(strategy=fitting[0], reason=reason, fits=True)
+    if others and verdicts[first].answer == "tight":
+        return Choice(strategy=first, reason=_why(verdicts[first], others=True), fits=True)
+    ways = [f"--strategy {name}" for name in fitting] or list(_ways(run, room))
+    advice = "No change of flags makes it fit these GPUs."
+    if ways:
+        advice = f"This would fit: {', or '.join(ways[:MOST_NAMED])}."
+    reason = f"it needs {_needed(verdicts[first])}. {advice}"
+    return Choice(strategy=first, reason=reason, fits=False)
+
+
+def _judged(run: RunFacts, strategy: str, room: Room) -> Verdict:
+    changed: RunFacts = {**run, "strategy": strategy}
+    return judge(estimate_memory(job_of(changed)), room)
+
+
+def _ways(run: RunFacts, room: Room) -> Iterator[str]:
+    """Yield the flags that make a run fit the GPUs that it has, the cheapest first."""
+    job = job_of(run)
+    several = together(job, room)
+    for way in [*remedies(job, room), *([] if several is None else [several])]:
+        same_gpus = (way.job.gpus, way.verdict.usable_bytes) == (job.gpus, room.gpu_bytes)
+        if way.verdict.fits and same_gpus:
+            before, after = flags_of(job), flags_of(way.job)
+            words = [f"--{name} {after[name]}" for name in after if before.get(name) != after[name]]
+            if way.job.strategy != job.strategy:
+                words.insert(0, f"--strategy {way.job.strategy.name}")
+            yield " ".join(words)
+
+
+def _why(verdict: Verdict, *, others: bool) -> str:
+    words = "may just fit" if verdict.answer == "tight" else "fits"
+    first = "the first that fits" if others and verdict.fits else words
+    return f"{first}, with {_needed(verdict)}"
+
+
+def _needed(verdict: Verdict) -> str:
+    low, high = verdict.needed.low / GIB, verdict.needed.high / GIB
+    needed = f"{low:.1f} to {high:.1f} of {verdict.usable_bytes / GIB:.1f} GiB a GPU"
+    if verdict.host_short:
+        needed += f", and up to {verdict.host_needed.high / GIB:.1f} GiB of RAM"
+    return needed
+
 
 LOG: Final = "stdout.log"
 STATUS: Final = "status"
@@ -308,8 +416,5 @@ def _set_aside(folder: Path) -> dict[Path, Path]:
     """Rename the log and the status files of an earlier start; return new and old paths."""
     shutil.rmtree(folder / STATUS_BEFORE, ignore_errors=True)  # of a start that was killed
     number = next(n for n in itertools.count(1) if not (folder / f"stdout-{n}.log").exists())
-    kept = {
-        folder / f"stdout-{number}.log": folder / LOG,
-        folder / STATUS_BEFORE: folder / STATUS,
-    }
+    kept = {folder / f"stdout-{number}.log": folder / LOG, folder / STATUS_BEFORE: folder / STATUS}
     return {path.rename(new): path for new, path in kept.items() if path.exists()}

@@ -118,7 +118,7 @@ class Task:
     def model(self) -> Path:
         """Write a random model of Qwen2.5's shape, with the built-in tokenizer."""
         from kit.models import build
-        from toolkit.data.tokenizer import load_tokenizer
+        from toolkit.data.tokens import load_tokenizer
         from toolkit.training.model import build_model
 
         folder = self.folder / "model"

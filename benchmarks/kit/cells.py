@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol, TypedDict, cast
 
@@ -87,6 +88,12 @@ class Part(Protocol):
     def tables(self, rows: Sequence[Row]) -> list[str]:
         """Return the part's rows as paragraphs and tables of Markdown."""
         ...
+
+
+def missing(cell: Cell) -> str | None:
+    """Return why a cell cannot be run with what is installed, in words; None where it can."""
+    absent = [library for library in cell.libraries if find_spec(library) is None]
+    return f"not installed: {', '.join(absent)}" if absent else None
 
 
 @contextmanager

@@ -13,8 +13,8 @@ IGNORED = -100
 @cache
 def texts() -> list[tuple[list[int], list[int]]]:
     """Return the tokens of each built-in row: its prompt, and its completion with an end."""
-    from toolkit.data.built_in import standard_library_texts
-    from toolkit.data.tokenizer import load_tokenizer
+    from toolkit.data.sources import standard_library_texts
+    from toolkit.data.tokens import load_tokenizer
     from toolkit.training.model import build_model
 
     tokenizer = load_tokenizer(build_model())

@@ -21,9 +21,9 @@ from kit.cells import Cell, Machine, Refused, Row, first_gpu
 from kit.models import build, shape_of
 from kit.result import table
 from toolkit import environment
+from toolkit.jobs.terms import GIB, Interval
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import WORKSPACES, estimate_memory
-from toolkit.planning.terms import GIB, Interval
 from toolkit.strategies import STRATEGIES
 
 TITLE: Final = "The planner against the allocator"
@@ -50,6 +50,8 @@ PLAIN: Final = {
     "loss_chunk_tokens": None,
 }
 """What a job is where it says nothing else; a number for the last one chunks the loss."""
+
+SHAPE: Final = ("model", "batch", "sequence")
 
 CHUNKED: Final = {"loss_chunk_tokens": 1024}
 FULL: Final = {"checkpointing": "full"}
@@ -107,10 +109,16 @@ LORA_RANK = 16
 def cells(machine: Machine) -> Iterator[Cell]:
     """Yield every job under one setting of the allocator, then under the other.
 
-    A smoke run has no allocator to set, so it runs each job once.
+    A smoke run has no allocator to set, so it runs each job once, and of those that differ in their
+    shapes alone the first.
     """
+    kinds: list[dict[str, Any]] = []
     for allocator, expandable in ALLOCATORS.items():
         for changes in JOBS:
+            kind = {name: value for name, value in changes.items() if name not in SHAPE}
+            if machine.smoke and kind in kinds:
+                continue
+            kinds.append(kind)
             settings = PLAIN | changes
             libraries = LIBRARIES.get(settings["method"], ())
             yield Cell(
@@ -236,7 +244,7 @@ def _trained(settings: dict[str, Any], machine: Machine) -> dict[str, Any]:
     from transformers import TrainingArguments
 
     from kit.data import full_rows
-    from toolkit.data.order import Collator
+    from toolkit.data.sampling_order import Collator
     from toolkit.training.speed import Speed
     from toolkit.training.speed_arguments import SpeedArguments
     from toolkit.training.trainer import ToolkitTrainer

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from toolkit.jobs.shape import ModelShape
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.models.resolve import well_known
-from toolkit.planning.models.shape import ModelShape
 
 MODELS: Final = {
     "llama-1b": "meta-llama/Llama-3.2-1B",

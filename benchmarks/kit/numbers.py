@@ -35,7 +35,9 @@ LACKING: Final = 1.5
 
 
 def cells(machine: Machine) -> list[Cell]:
-    """Return the cells; all of them train on one GPU."""
+    """Return the cells; all of them train on one GPU, or in one process of a smoke run."""
+    if machine.smoke:  # cuBLAS has no part in it
+        return [replace(cell, environment={}) for cell in _cells()]
     shown = first_gpu(machine)
     return [replace(cell, environment=cell.environment | shown) for cell in _cells()]
 
@@ -152,7 +154,7 @@ def loss_and_gradients(
 
     from kit.device import device
     from kit.training import PAD
-    from toolkit.data.order import Collator
+    from toolkit.data.sampling_order import Collator
 
     dtype = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     torch.backends.cuda.matmul.fp32_precision = "ieee" if precision == "no" else "none"
@@ -466,7 +468,7 @@ def more_than_the_memory(machine: Machine) -> dict[str, Any]:
     from kit.models import build
     from kit.runs import run_compare
     from toolkit.comparing.report.row_facts import planner_word
-    from toolkit.data.tokenizer import load_tokenizer
+    from toolkit.data.tokens import load_tokenizer
     from toolkit.training.model import build_model
 
     batch = 1

@@ -16,11 +16,11 @@ from typing import Any, Final
 from kit.cells import Cell, Machine, Refused, Row, started_anew
 from kit.models import build, shape_of
 from kit.result import table
+from toolkit.jobs.terms import GIB, Interval
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import estimate_memory
+from toolkit.planning.speed.estimate import stepping
 from toolkit.planning.speed.gpus import gpu
-from toolkit.planning.speed.transfers import stepping
-from toolkit.planning.terms import GIB, Interval
 from toolkit.strategies import STRATEGIES
 
 TITLE: Final = "CPU offload"

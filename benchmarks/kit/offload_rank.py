@@ -37,7 +37,7 @@ def trained(settings: dict[str, Any], folder: str) -> dict[str, Any]:
 
     from kit.data import full_rows
     from toolkit.configs.requested import DEEPSPEED_FILE
-    from toolkit.data.order import Collator
+    from toolkit.data.sampling_order import Collator
     from toolkit.engines.deepspeed_config import checked_deepspeed_config, use_deepspeed_config
     from toolkit.training.arguments import ModelArguments
     from toolkit.training.model import load_model, model_facts

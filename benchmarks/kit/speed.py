@@ -11,9 +11,9 @@ from typing import Any
 from kit.cells import Cell, Machine, Refused, Row, first_gpu
 from kit.result import table
 from kit.variants import Variant, ours, recipe_of, variants
+from toolkit.jobs.shape import ModelShape
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.models.shape import ModelShape
-from toolkit.planning.speed.flops import CONVENTION, model_flops
+from toolkit.planning.speed.computing import CONVENTION, model_flops
 from toolkit.strategies import STRATEGIES
 
 TITLE = "Speed"
@@ -76,20 +76,22 @@ TABLES: dict[str, tuple[str, str]] = {
 def cells(machine: Machine) -> list[Cell]:
     """Return the cells: Trainers first, and at the end the first of them again.
 
-    A smoke run leaves out what runs the same code again: longer rows, the recipe less a switch.
+    A smoke run leaves out what runs the same code again: longer rows, the recipe less a switch,
+    and compiled layers alone, which the tuned Trainer compiles.
     """
     short = _trainer_cells(SHORT, machine)
-    again = _cell("stock again, 2048", machine, **short[0].settings)
+    last = _cell("stock again, 2048", machine, **short[0].settings)
     switches = _switch_cells(machine)
     if machine.smoke:
-        switches = [cell for cell in switches if not cell.name.startswith("recipe without")]
+        again = ("recipe without", "compiled layers alone")
+        switches = [cell for cell in switches if not cell.name.startswith(again)]
     return [
         *short,
         *switches,
         *([] if machine.smoke else _trainer_cells(LONG, machine)),
         *_method_cells(machine),
         *_attention_cells(machine),
-        again,
+        last,
         _liger_cell(machine),
     ]
 
@@ -324,7 +326,7 @@ def _train(
         return
     tokenizer = None
     if variant.kind == "trl":
-        from toolkit.data.tokenizer import load_tokenizer
+        from toolkit.data.tokens import load_tokenizer
         from toolkit.training.model import build_model
 
         tokenizer = load_tokenizer(build_model())
@@ -425,7 +427,7 @@ def utilization_of(
 
 
 def utilization(tokens_per_second: float, shape: ModelShape, *, tokens: int, flops: float) -> float:
-    """Return the MFU by the convention of `toolkit.planning.speed.flops`, 0 to 1.
+    """Return the MFU by the convention of `toolkit.planning.speed.computing`, 0 to 1.
 
     Args:
         tokens_per_second: Trained.

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from kit.data import IGNORED
 from kit.device import Stopwatch, device, peaks, reset_peaks
 from kit.variants import Variant
-from toolkit.data.order import Collator
+from toolkit.data.sampling_order import Collator
 from toolkit.engines.masters import moments_of
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.heartbeat import Choice, heartbeat_for

@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 
 from kit.trainers import loop_recorder, training_values
 from toolkit import ToolkitTrainer
-from toolkit.data.order import Collator
+from toolkit.data.sampling_order import Collator
 from toolkit.training.loop import train_loop
 
 PAD = 2

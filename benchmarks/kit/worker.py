@@ -10,13 +10,12 @@ import gc
 import sys
 import time
 import traceback
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from kit.cells import Cell, Machine, Part, Refused, Row, Status, part
+from kit.cells import Cell, Machine, Part, Refused, Row, Status, missing, part
 from kit.result import Result
 from toolkit.rehearse import rehearse_if_needed
 
@@ -80,11 +79,6 @@ def without_cudnn_attention() -> None:
     import torch
 
     torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-def missing(cell: Cell) -> str | None:
-    absent = [library for library in cell.libraries if find_spec(library) is None]
-    return f"not installed: {', '.join(absent)}" if absent else None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -16,7 +16,7 @@ from json_reference import json_page, meanings_in
 
 import toolkit
 from toolkit.cli import app
-from toolkit.planning.options import Flag
+from toolkit.jobs.options import Flag
 from toolkit.planning.speed.gpus import Gpu
 from toolkit.records.record import Record
 from toolkit.records.results import Results

@@ -5,7 +5,7 @@ import torch
 from killing import Run
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.tokens import load_tokenizer
 from toolkit.training.model import build_model
 
 

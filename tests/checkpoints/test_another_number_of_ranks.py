@@ -4,7 +4,7 @@ import pytest
 from killing import Run
 
 from toolkit import environment
-from toolkit.checkpoints.committing import committing
+from toolkit.checkpoints.atomic_folder import atomic_folder
 from toolkit.checkpoints.resume_request import ResumeRequest
 from toolkit.checkpoints.resuming import find_checkpoint
 from toolkit.errors import UsageError
@@ -72,7 +72,7 @@ def test_an_older_checkpoint_told_the_ranks_that_read_rows_and_its_files_tell_al
     tmp_path, any_ranks
 ):
     described = {"kind": "checkpoint", "format": 1, "step": 4, "facts": {"num_processes": 1}}
-    with committing(tmp_path / "checkpoint-4", **described) as draft:
+    with atomic_folder(tmp_path / "checkpoint-4", **described) as draft:
         for rank in range(2):
             (draft / f"rank-{rank}.pt").write_bytes(b"states")
     request = ResumeRequest(tmp_path)

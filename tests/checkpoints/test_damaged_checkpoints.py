@@ -11,8 +11,8 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from toolkit.checkpoints.committing import committing
-from toolkit.checkpoints.resume_request import ResumeRequest, asked_checkpoint, folder_to_resume
+from toolkit.checkpoints.atomic_folder import atomic_folder
+from toolkit.checkpoints.resume_request import ResumeRequest, folder_to_resume, requested_checkpoint
 from toolkit.checkpoints.resuming import damages, differences, find_checkpoint
 from toolkit.engines.deepspeed import reads_without_code
 from toolkit.errors import UsageError
@@ -25,7 +25,7 @@ FACTS = {"num_processes": 2, "strategy": "zero2", "per_device_train_batch_size":
 def save(output_dir, step, **changed):
     folder = output_dir / f"checkpoint-{step}"
     described = {"kind": "checkpoint", "format": 1, "step": step, "facts": FACTS | changed}
-    with committing(folder, **described) as draft:
+    with atomic_folder(folder, **described) as draft:
         (draft / "global_step").mkdir()
         for name in ("rank-0.pt", "rank-1.pt", "global_step/states"):
             (draft / name).write_bytes(bytes(range(256)) * step)
@@ -155,7 +155,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused_by_name_and_never_passed_over
         find_checkpoint(ResumeRequest(tmp_path), FACTS)
     # A run that goes on from an older one comes to the same step again.
     assert find_checkpoint(ResumeRequest(tmp_path, tmp_path / "checkpoint-4"), FACTS).step == 4
-    with committing(folder, kind="checkpoint", format=1, step=6, facts=FACTS, shared=False):
+    with atomic_folder(folder, kind="checkpoint", format=1, step=6, facts=FACTS, shared=False):
         pass
     assert (tmp_path / "checkpoint-6.kept-1" / MANIFEST).read_bytes() == before
 
@@ -166,7 +166,7 @@ def test_a_damaged_one_is_in_nobodys_way_when_its_step_is_saved_again(tmp_path):
     (folder / MANIFEST).write_bytes(bytes([0xFF]) * 100)
     assert find_checkpoint(ResumeRequest(tmp_path), FACTS).step == 4
     described = {"kind": "checkpoint", "format": 1, "step": 6, "facts": FACTS}
-    with committing(folder, shared=False, **described) as draft:
+    with atomic_folder(folder, shared=False, **described) as draft:
         (draft / "rank-0.pt").write_bytes(b"new")
     assert find_checkpoint(ResumeRequest(tmp_path), FACTS).step == 6
     assert (tmp_path / "checkpoint-6.kept-1" / "rank-1.pt").is_file()
@@ -181,31 +181,31 @@ def test_a_link_is_no_checkpoint(tmp_path):
 
 def test_what_was_aside_when_a_commit_died_is_found(tmp_path):
     save(tmp_path, 2).rename(tmp_path / ".checkpoint-2.aside")
-    asked = asked_checkpoint({"output_dir": tmp_path, "resume_from_checkpoint": "last"})
+    asked = requested_checkpoint({"output_dir": tmp_path, "resume_from_checkpoint": "last"})
     assert find_checkpoint(asked, FACTS).folder == tmp_path / "checkpoint-2"
 
 
 def test_nothing_to_resume_is_an_error_and_never_a_fresh_start(tmp_path):
     for asked in ("last", str(tmp_path)):
         with pytest.raises(UsageError, match="holds no checkpoint to resume from"):
-            asked_checkpoint({"output_dir": tmp_path, "resume_from_checkpoint": asked})
+            requested_checkpoint({"output_dir": tmp_path, "resume_from_checkpoint": asked})
     with pytest.raises(UsageError, match="is no folder"):
-        asked_checkpoint({"output_dir": tmp_path, "resume_from_checkpoint": "checkpoint-9"})
+        requested_checkpoint({"output_dir": tmp_path, "resume_from_checkpoint": "checkpoint-9"})
 
 
 def test_a_second_start_over_an_unfinished_run_is_refused(tmp_path):
-    assert asked_checkpoint({"output_dir": tmp_path, "resume_from_checkpoint": None}) is None
+    assert requested_checkpoint({"output_dir": tmp_path, "resume_from_checkpoint": None}) is None
     save(tmp_path, 5)
     with pytest.raises(UsageError, match="a run that was not finished, the newest of step 5"):
-        asked_checkpoint({"output_dir": tmp_path, "resume_from_checkpoint": None})
+        requested_checkpoint({"output_dir": tmp_path, "resume_from_checkpoint": None})
 
 
 def test_a_checkpoint_or_its_run_says_where_to_go_on(tmp_path):
     folder = save(tmp_path, 5)
     said = {"output_dir": "elsewhere", "resume_from_checkpoint": str(folder)}
-    assert asked_checkpoint(said) == ResumeRequest(tmp_path, folder)
+    assert requested_checkpoint(said) == ResumeRequest(tmp_path, folder)
     said["resume_from_checkpoint"] = str(tmp_path)
-    assert asked_checkpoint(said) == ResumeRequest(tmp_path)
+    assert requested_checkpoint(said) == ResumeRequest(tmp_path)
     assert folder_to_resume(str(folder), None) == str(tmp_path)
     assert folder_to_resume(str(tmp_path), None) == str(tmp_path)
     assert folder_to_resume("last", "here") == "here"

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from toolkit import environment
+from toolkit.backends import backend_of
 from toolkit.records.record import read_record
 from toolkit.strategies import STRATEGIES
 
@@ -45,7 +46,7 @@ EVALUATES = ("ddp", "zero1")
 
 COLD = ("zero1",)
 """A case that imports everything itself. That both kinds of start train the same is tested in
-test_warm.py."""
+test_fork_server.py."""
 
 
 SHORT = ("ddp", "zero1", "fsdp", "tensor", "pipeline", "parameter_server")
@@ -70,7 +71,8 @@ def test_resumed_from_within_an_epoch_it_goes_on_bit_for_bit(
         held_out = tmp_path / "held_out.jsonl"
         held_out.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
         flags += ["--validation_file", held_out, "--eval_steps", SAVED, "--sample_prompts", 2]
-    splits = STRATEGIES[strategy].splits_model or STRATEGIES[strategy].splits_rows
+    backend = backend_of(STRATEGIES[strategy])
+    splits = backend.splits_model or backend.splits_rows
     model = ("--model_name_or_path", dropout_llama if splits else dropout_model)
     # 40 rows: of two ranks the first epoch ends with the third step, half filled.
     run = run_of(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.checkpoints.committing import committing
+from toolkit.checkpoints.atomic_folder import atomic_folder
 from toolkit.checkpoints.folders import checkpoints_in, rotate, shares, tidy
 from toolkit.measuring.recorder import drop_steps_after
 from toolkit.records.manifests import MANIFEST
@@ -15,7 +15,7 @@ from toolkit.records.manifests import MANIFEST
 
 def save(output_dir, step):
     folder = output_dir / f"checkpoint-{step}"
-    with committing(folder, kind="checkpoint", format=1, step=step, facts={}) as draft:
+    with atomic_folder(folder, kind="checkpoint", format=1, step=step, facts={}) as draft:
         (draft / "weights").write_text(str(step))
     return folder
 

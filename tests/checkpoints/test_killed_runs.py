@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from toolkit.checkpoints.committing import check
+from toolkit.checkpoints.atomic_folder import check
 from toolkit.checkpoints.folders import checkpoints_in
 
 STEPS = 40

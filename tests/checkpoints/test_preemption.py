@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from toolkit.checkpoints.keeping import Keeper
 from toolkit.checkpoints.preemption import Preempted, Preemption
-from toolkit.launching.outcome import Ending, judge
+from toolkit.checkpoints.saver import CheckpointSaver
+from toolkit.launching.outcome import Ending, classify_end
 from toolkit.launching.status import StatusFile, guard, read_statuses
 
 
@@ -27,11 +27,11 @@ def test_a_signal_asks_once_and_a_second_one_changes_nothing(number, hangup):
     preemption = Preemption(lambda: asked.append(1))
     before = signal.getsignal(number)
     with preemption.listening():
-        assert preemption.seconds_since_asked() is None
+        assert preemption.seconds_since_signal() is None
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), signal.SIGTERM)
         assert asked == [1]
-        assert 0 <= preemption.seconds_since_asked() < 5
+        assert 0 <= preemption.seconds_since_signal() < 5
     assert signal.getsignal(number) is before
 
 
@@ -71,7 +71,7 @@ def test_weights_that_packed_rows_have_moved_on_are_not_saved(tmp_path):
     class Everybody:
         heartbeat = type("Agreed", (), {"stop_agreed": True})
 
-    keeper = Keeper(
+    saver = CheckpointSaver(
         output_dir=tmp_path,
         facts={},
         recorder=Everybody,
@@ -79,9 +79,9 @@ def test_weights_that_packed_rows_have_moved_on_are_not_saved(tmp_path):
         last_step=20,
         preemption=Preemption(lambda: None),
     )
-    due = {step for step in range(1, 41) if keeper.due(step)}
+    due = {step for step in range(1, 41) if saver.due(step)}
     assert due == set(range(1, 21))  # asked to stop, each; the last one by count
-    assert not keeper.stopping(20)
+    assert not saver.stopping(20)
 
 
 def test_a_preempted_run_says_so_in_its_status_and_its_outcome(tmp_path):
@@ -98,7 +98,7 @@ def test_a_preempted_run_says_so_in_its_status_and_its_outcome(tmp_path):
     assert (said.state, said.step) == ("preempted", 7)
     # The other rank was ended by the launcher before it could say a word of it.
     lines = [f"      exitcode : -15 (pid: {said.pid + 1})"]
-    outcome = judge(Ending(statuses=[said], num_processes=2, returncode=1, lines=lines))
+    outcome = classify_end(Ending(statuses=[said], num_processes=2, returncode=1, lines=lines))
     assert outcome.status == "failed"
     assert outcome.reason == (
         f"preempted: saved at step 7 in {tmp_path}/run/checkpoint-7, 2.3 s after the signal. Go on "

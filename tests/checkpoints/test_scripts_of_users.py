@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 from toolkit import ToolkitTrainer
-from toolkit.checkpoints.committing import check
+from toolkit.checkpoints.atomic_folder import check
 from toolkit.checkpoints.folders import checkpoints_in
 from toolkit.errors import GuardError, UsageError
 

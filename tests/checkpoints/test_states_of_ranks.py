@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
-from toolkit.checkpoints.states import read_random_state, read_states, write_own
+from toolkit.checkpoints.saver import read_random_state, read_states, write_own
 
 
 @pytest.fixture(autouse=True)

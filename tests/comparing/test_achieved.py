@@ -4,7 +4,7 @@ import json
 import pytest
 from example_record import TRAINING
 
-from toolkit.comparing.run.achieved import compute_of, cost_of, room_of
+from toolkit.comparing.run.rows import compute_of, cost_of, room_of
 
 HIDDEN, LAYERS, VOCABULARY, LENGTH = 64, 2, 128, 64
 

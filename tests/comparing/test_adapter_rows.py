@@ -11,7 +11,7 @@ from small_llama import CONFIG
 from toolkit.comparing.parity.gates import judge
 from toolkit.comparing.report.diff.match import SAME_TRAINING, Side
 from toolkit.comparing.report.words import method_in_words
-from toolkit.comparing.run.achieved import NO_CONVENTION, compute_of
+from toolkit.comparing.run.rows import NO_CONVENTION, compute_of
 from toolkit.errors import UsageError
 from toolkit.planning.of_run import job_of
 from toolkit.records.record import STARTING_ADAPTER

@@ -13,8 +13,7 @@ from safetensors.numpy import save_file
 from toolkit.comparing.bisect import running
 from toolkit.comparing.bisect.finding import ROUNDINGS, StepResult, as_lines, as_page, bisect
 from toolkit.comparing.bisect.run_pair import TracedRun
-from toolkit.comparing.bisect.running import bisect_runs
-from toolkit.comparing.bisect.selection import step_of_gates
+from toolkit.comparing.bisect.running import bisect_runs, step_of_gates
 from toolkit.comparing.run.folders import FailedStart, Finished
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.plan import build_plan, fixed_by
@@ -634,6 +633,20 @@ def test_the_table_says_each_verdict_once(side):
     assert cells["gradients"] == "equal"
     assert cells["batch"].startswith("equal: ")
     assert all(each.count("equal") + each.count("differs") <= 1 for each in cells.values())
+
+
+def test_what_a_run_says_cannot_become_part_of_the_page(side):
+    evil = "<b>a</b> | `x` [a](http://b)"
+    found = bisect(side(), side("zero2", with_group(learning_rate=2e-3)))
+    finding = dataclasses.replace(found.findings[0], verdict="differs", words=evil)
+    page = as_page(
+        StepResult(
+            runs={}, bisection=dataclasses.replace(found, findings=(finding,), notes=(evil,))
+        )
+    )
+    assert page.count(r"&lt;b&gt;a&lt;/b&gt; \| \`x\` \[a\](http://b)") == 3
+    failed = as_page(StepResult(runs={}, bisection=None, problem=[evil, "Nothing was compared."]))
+    assert failed.endswith(r"\[a\](http://b)" + "\n\nNothing was compared.\n")
 
 
 def noisy(by, seed):

@@ -6,10 +6,9 @@ import random
 
 import pytest
 
-from toolkit.comparing.report.page import render_page
-from toolkit.comparing.report.redact import redact_results
+from toolkit.comparing.report.names import redact_results
 from toolkit.comparing.report.table_file import render_table
-from toolkit.comparing.report.write import render_markdown
+from toolkit.comparing.report.write import render_markdown, render_page
 from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.folders import completed
 from toolkit.comparing.run.options import CompareOptions

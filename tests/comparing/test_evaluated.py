@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from toolkit.comparing.parity.gates import judge
-from toolkit.comparing.report.page import render_page
 from toolkit.comparing.report.runs_table import runs_table
 from toolkit.comparing.report.sections import parts
 from toolkit.comparing.report.sections.agreement import agreement, evaluation, samples
 from toolkit.comparing.report.table_file import render_table
 from toolkit.comparing.report.verdict import verdict
-from toolkit.comparing.report.write import render_markdown
+from toolkit.comparing.report.write import render_markdown, render_page
 
 
 def evaluated(*losses, steps=(0, 2, 4), tokens=50, rows=7):

@@ -4,11 +4,11 @@ import pytest
 from matplotlib.collections import LineCollection, PolyCollection
 
 from toolkit.comparing.report.figures import draw_all, draw_one, frame
-from toolkit.comparing.report.figures.cell import cell_figure
 from toolkit.comparing.report.figures.memory import bytes_by_purpose
 from toolkit.comparing.report.figures.pipelines import bubbles
 from toolkit.comparing.report.figures.speed import _spread
 from toolkit.errors import UsageError
+from toolkit.notebook import cell_figure
 
 GIB = 2**30
 

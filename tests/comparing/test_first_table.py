@@ -8,10 +8,9 @@ import pytest
 from rich.console import Console
 
 from toolkit.comparing.report.names import for_readers
-from toolkit.comparing.report.page import render_page
 from toolkit.comparing.report.runs_table import peaks_out_of_order, runs_table
 from toolkit.comparing.report.table_file import render_table
-from toolkit.comparing.report.write import print_report, render_markdown
+from toolkit.comparing.report.write import print_report, render_markdown, render_page
 
 MIB = 2**20
 
@@ -147,8 +146,8 @@ def test_without_a_terminal_or_with_no_color_nothing_is_coloured(six, monkeypatc
 def test_a_stream_that_takes_ascii_alone_gets_the_table():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
-    from toolkit.comparing.report.grid import Section
-    from toolkit.comparing.report.terminal import tables
+    from toolkit.tables.grid import Section
+    from toolkit.tables.terminal import tables
 
     section = Section("", ["strategy", "status"], [["ddp", "ok"]])
     console = Console(file=stream, width=80)

@@ -11,8 +11,8 @@ import matplotlib.image
 import pytest
 from places import CHROMIUM
 
-from toolkit.comparing.report.page import render_page
-from toolkit.comparing.report.redact import redact_results
+from toolkit.comparing.report.names import redact_results
+from toolkit.comparing.report.write import render_page
 
 THEMES = {"dark": 0, "light": 1}
 """As the browser's `preferredColorScheme` numbers them."""

@@ -18,7 +18,7 @@ from toolkit.comparing.parity.judgement import (
     Rounding,
     broken_sentence,
 )
-from toolkit.comparing.parity.rounding import measure_rounding
+from toolkit.comparing.run.comparison import measure_rounding
 from toolkit.records.record import FILLER_ID
 
 ALL_GATES = {"loss": True, "grad_norm": True, "weights": True, "data": True}

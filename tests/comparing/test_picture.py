@@ -10,8 +10,8 @@ import matplotlib.text
 import pytest
 
 from toolkit.comparing.report import picture
+from toolkit.comparing.report.names import redact_results
 from toolkit.comparing.report.picture import page_colours, render_picture
-from toolkit.comparing.report.redact import redact_results
 from toolkit.comparing.report.verdict import verdict
 from toolkit.errors import UsageError
 from toolkit.records.json_files import write_json

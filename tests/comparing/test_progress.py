@@ -23,7 +23,7 @@ from toolkit.comparing.run.progress import (
     first_words,
     waiting,
 )
-from toolkit.data.built_in import BUILT_IN_DATA
+from toolkit.data.sources import BUILT_IN_DATA
 from toolkit.training.model import BUILT_IN_MODEL
 
 OPTIONS = CompareOptions(strategies=("single", "ddp"), max_steps=6, throughput_steps=4)

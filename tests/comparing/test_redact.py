@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.comparing.report.page import render_page
-from toolkit.comparing.report.redact import clean, redact_results
+from toolkit.comparing.report.names import clean, redact_results
 from toolkit.comparing.report.table_file import render_table
-from toolkit.comparing.report.write import render_markdown
+from toolkit.comparing.report.write import render_markdown, render_page
 
 TOKEN = "hf_" + "a1B2" * 8
 

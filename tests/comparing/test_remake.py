@@ -9,7 +9,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from toolkit.comparing.report.remake import remake
+from toolkit.comparing.report.write import remake
 from toolkit.records.json_files import write_json
 
 WRITTEN = ("report.md", "report.html", "results.csv")

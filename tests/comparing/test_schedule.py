@@ -30,13 +30,13 @@ from toolkit import redaction
 from toolkit.comparing.bisect.running import bisect_runs
 from toolkit.comparing.report import figures
 from toolkit.comparing.report.diff.match import SAME_TRAINING
-from toolkit.comparing.report.remake import remake
+from toolkit.comparing.report.write import remake
 from toolkit.comparing.run import schedule, starting
 from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.schedule import compare
 from toolkit.errors import UsageError
-from toolkit.launching import forking, launch, preparing
+from toolkit.launching import forking, launch, preflight
 from toolkit.launching.forking import SOCKET
 from toolkit.records.results import read_results
 
@@ -80,7 +80,7 @@ class World:
         script = (
             f"import sys; print({output!r}); print({words!r}, file=sys.stderr); sys.exit({status})"
         )
-        self.monkeypatch.setattr(preparing, "PREPARE", (sys.executable, "-c", script))
+        self.monkeypatch.setattr(preflight, "PREPARE", (sys.executable, "-c", script))
 
     def compare(
         self, *strategies, output=None, terminal=False, runs=None, speeds=None, also=None, **options
@@ -265,7 +265,7 @@ def test_a_failed_strategy_keeps_its_row_and_the_others_go_on(drawing_world):
     assert "The GPU ran out of memory." in row["cause"]
     assert "--global_batch_size" in row["fix"]
     assert "\n\nCause: " in (world.output / "report.md").read_text()
-    assert "<b>Cause:</b> " in (world.output / "report.html").read_text()
+    assert "<p>Cause: " in (world.output / "report.html").read_text()
     assert row["tail"] == ["toolkit.train: ddp begins"]
     assert row["not_measured"]["final_loss"].startswith("oom: ")
     assert row["seconds"] > 0
@@ -374,7 +374,7 @@ def test_preparing_is_told_every_strategy_that_will_run_and_whether_it_is_a_rehe
         schedule.environment, "missing_for", lambda s: "no libaio" if "nvme" in s.name else None
     )
     script = "import sys; print(*sys.argv[1:], file=sys.stderr); print('no'); sys.exit(2)"
-    monkeypatch.setattr(preparing, "PREPARE", (sys.executable, "-c", script))
+    monkeypatch.setattr(preflight, "PREPARE", (sys.executable, "-c", script))
     ranks = "--ranks=single:1,ddp:2,zero2:2"
     with pytest.raises(UsageError, match=f"--strategies=single,ddp,zero2 {ranks} --rehearsal "):
         world.compare("ddp", "zero3_nvme", "zero2")
@@ -611,10 +611,10 @@ def test_a_finished_comparison_that_is_repeated_and_interrupted_stays_as_it_is(
 
 WARM = """
 import socket, sys
-from toolkit import warm
+from toolkit.fork_server import Imported, serve
 
-imported = warm.Imported(search_path=(*sys.path,), variables={}, files=frozenset({0, 1, 2}))
-warm.serve(socket.socket(fileno=int(sys.argv[1])), imported)
+imported = Imported(search_path=(*sys.path,), variables={}, files=frozenset({0, 1, 2}))
+serve(socket.socket(fileno=int(sys.argv[1])), imported)
 """
 DIES_ONCE = """
 import os, signal, sys
@@ -644,7 +644,7 @@ def test_where_the_warm_process_ends_that_is_told_and_it_goes_on_cold(
     if when == "preparing":
         mark = str(tmp_path / "mark")
         script = DIES_ONCE.format(mark=mark, pid=process.pid, answer=world.prepared)
-        monkeypatch.setattr(preparing, "PREPARE", (sys.executable, "-c", script))
+        monkeypatch.setattr(preflight, "PREPARE", (sys.executable, "-c", script))
     else:
         threading.Thread(target=end_when, args=(world.started, process), daemon=True).start()
     runs = {"single": ["wait", "ok"]} if when == "training" else {}

@@ -2,18 +2,17 @@
 
 import pytest
 
+from toolkit.comparing.report.diff.files import memory as memory_of_two
 from toolkit.comparing.report.diff.match import match
-from toolkit.comparing.report.diff.tables import memory as memory_of_two
 from toolkit.comparing.report.figures.memory import fullest_moment
 from toolkit.comparing.report.figures.speed import speed_and_memory
 from toolkit.comparing.report.row_facts import planner_word
 from toolkit.comparing.report.runs_table import runs_table, speed_and_cost
 from toolkit.comparing.report.sections import parts
 from toolkit.comparing.report.sections.agreement import agreement
-from toolkit.comparing.report.sections.failures import failures
+from toolkit.comparing.report.sections.failures import failures, ranks
 from toolkit.comparing.report.sections.memory import fullest, held, over_ranks
-from toolkit.comparing.report.sections.scaling import scaled_runs, scaling
-from toolkit.comparing.report.sections.steps import step_time, warm_up
+from toolkit.comparing.report.sections.scaling import scaled_runs, scaling, step_time, warm_up
 from toolkit.comparing.report.sections.traffic import collectives, sent
 from toolkit.records.json_files import write_json
 
@@ -29,8 +28,8 @@ def line(section, run):
 @pytest.mark.parametrize("rehearsal", [True, False])
 def test_every_line_is_as_wide_as_its_header(full_results, rehearsal):
     for part in parts(full_results(rehearsal=rehearsal)):
-        for row in part.section.rows:
-            assert len(row) == len(part.section.header), part.title
+        for row in part.rows:
+            assert len(row) == len(part.header), part.title
             assert all(row), part.title
 
 
@@ -147,7 +146,7 @@ def test_every_counted_peak_says_where_offloaded_states_are_in_it(
     full_results, rehearsal, tmp_path
 ):
     results = full_results(rehearsal=rehearsal)
-    plain = " ".join(note for part in parts(results) for note in part.section.notes)
+    plain = " ".join(note for part in parts(results) for note in part.notes)
     assert "Offloaded" not in plain
     results["runs"][1] |= {"strategy": "zero2_offload", "name": "zero2_offload-trainer"}
     sides = (tmp_path / "a", tmp_path / "b")
@@ -308,15 +307,17 @@ def test_one_number_of_processes_is_no_scaling(make_results, make_row):
 
 
 def test_a_run_that_ran_out_says_which_ranks_and_how_unevenly(full_results):
-    (failure,) = failures(full_results(rehearsal=False))
-    assert [row[1] for row in failure.ranks.rows] == ["failed", "out of memory", "running"]
-    notes = " ".join(failure.ranks.notes)
+    results = full_results(rehearsal=False)
+    section = ranks(results["runs"][-1])
+    assert [row[1] for row in section.rows] == ["failed", "out of memory", "running"]
+    notes = " ".join(section.notes)
     assert "Out of memory: rank 1; 1 of 3 that left word." in notes
     assert "least 16.00 GiB (rank 1), most 23.00 GiB (rank 0)" in notes
     assert "rank 2 did not tell its peak" in notes
-    assert "predicted peak 31.0 to 38.0 GiB" in failure.planned
-    assert "device peak" in failure.ranks.header
-    assert "host peak" in failures(full_results())[0].ranks.header
+    assert failures(results).count("### ") == 1
+    assert "The planner: predicted peak 31.0 to 38.0 GiB" in failures(results)
+    assert "device peak" in section.header
+    assert "host peak" in ranks(full_results()["runs"][-1]).header
 
 
 @pytest.mark.parametrize(

@@ -7,20 +7,23 @@ import math
 import pytest
 from rich.console import Console
 
-from toolkit.comparing.report.diff.files import render_csv, render_markdown, render_page, show
+from toolkit.comparing.report.diff.files import (
+    differences,
+    losses,
+    memory,
+    render_csv,
+    render_markdown,
+    render_page,
+    sections,
+    show,
+    speed,
+    verdict,
+)
 from toolkit.comparing.report.diff.match import (
     combined_noise,
     loss_difference,
     match,
     speed_verdict,
-)
-from toolkit.comparing.report.diff.tables import (
-    differences,
-    losses,
-    memory,
-    sections,
-    speed,
-    verdict,
 )
 from toolkit.records.json_files import write_json
 
@@ -128,7 +131,7 @@ def test_what_differs_is_listed_before_everything_else(two):
         ["version of accelerate", "not recorded", "1.15"],
         ["version of torch", "2.11", "2.13"],
     ]
-    assert next(iter(sections(found))) == "What differs"
+    assert next(iter(sections(found))).title == "What differs"
     for text in everywhere(found).values():
         assert text.index("version of torch") < text.index("Speed")
 
@@ -314,7 +317,7 @@ def test_runs_match_by_strategy_engine_and_processes(two):
         ("ddp", 4),
         ("fsdp", 8),
     ]
-    of_one_side = [*sections(found).values()][-1]
+    of_one_side = sections(found)[-1]
     assert not of_one_side.text
     assert [*of_one_side.header] == ["run", "processes", "side", "status"]
     assert [*of_one_side.rows[0]] == ["ddp-trainer", "2", "A", "ok"]

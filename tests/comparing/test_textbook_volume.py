@@ -66,6 +66,13 @@ def test_zero1_reduces_once_and_is_not_blamed_for_more(sends):
     )
 
 
+def test_what_deepspeed_does_is_said_of_no_other_backend(sends):
+    collectives = ("gradients", "all_reduce", PSI), ("parameters", "all_gather", PSI)
+    for strategy in ("tensor", "tensor_ddp"):
+        assert "DeepSpeed" not in sends(strategy, *collectives, papers=PSI), strategy
+    assert "DeepSpeed" in sends("zero1", *collectives, papers=2 * PSI)
+
+
 @pytest.mark.parametrize(
     ("strategy", "reason"),
     [("zero3", "stage3_max_live_parameters"), ("fsdp", "outside of the layers")],

@@ -3,7 +3,7 @@
 import pytest
 
 from toolkit.comparing.report.names import for_readers
-from toolkit.comparing.report.sections.limits import limits
+from toolkit.comparing.report.sections.agreement import limits
 from toolkit.comparing.report.verdict import broken_lines, findings, verdict
 
 REPEATED = {"share": 0.03, "basis": "repeats", "repeats": 3}

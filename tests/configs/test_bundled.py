@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from toolkit.configs.deepspeed import AUTO
+from toolkit.backends.deepspeed_json import AUTO
 from toolkit.configs.files import write_bundled
 from toolkit.strategies import STRATEGIES
 

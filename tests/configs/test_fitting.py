@@ -4,8 +4,8 @@ import copy
 
 import pytest
 
+from toolkit.backends.deepspeed_json import deepspeed_config, fit_to_run
 from toolkit.configs import ConfigOptions
-from toolkit.configs.deepspeed import deepspeed_config, fit_to_run
 from toolkit.strategies import STRATEGIES
 
 PARAMETERS, HIDDEN = 2_000_000, 128

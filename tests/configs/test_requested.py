@@ -10,6 +10,7 @@ import yaml
 from accelerate import ParallelismConfig
 from places import ROOT
 
+from toolkit.backends import backend_of
 from toolkit.configs import ConfigOptions
 from toolkit.configs.files import write_configs
 from toolkit.configs.requested import (
@@ -24,7 +25,7 @@ from toolkit.configs.requested import (
     same_features,
 )
 from toolkit.errors import UsageError
-from toolkit.measuring.foreign import watch
+from toolkit.measuring.script_attestation import watch
 from toolkit.strategies import STRATEGIES, Strategy
 from toolkit.training.trainer import _strategy_of
 
@@ -313,7 +314,9 @@ def test_groups_that_a_strategy_does_not_have_are_refused(name, options, words, 
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize("name", [n for n, strategy in STRATEGIES.items() if not strategy.has_key])
+@pytest.mark.parametrize(
+    "name", [n for n, strategy in STRATEGIES.items() if not backend_of(strategy).has_key]
+)
 def test_a_file_that_only_starts_ranks_wants_the_strategy_by_name(
     name, tmp_path, launched, monkeypatch
 ):

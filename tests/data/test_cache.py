@@ -11,7 +11,7 @@ import pytest
 
 from toolkit.data.arguments import DataArguments
 from toolkit.data.cache import build_once, read_cached
-from toolkit.data.prepared import prepare_data
+from toolkit.data.dataset import prepare_data
 from toolkit.environment import cache_root
 from toolkit.errors import UsageError
 from toolkit.training.model import build_model

@@ -18,11 +18,11 @@ from toolkit.data.chat import (
     find_template,
     shipped_templates,
 )
+from toolkit.data.dataset import prepare_data
 from toolkit.data.formats import Chat, Format
-from toolkit.data.prepared import prepare_data
-from toolkit.data.tokenizer import load_tokenizer
-from toolkit.data.tokens import IGNORED, Tally
+from toolkit.data.tokens import Tally, load_tokenizer
 from toolkit.errors import UsageError
+from toolkit.records.evidence import IGNORED
 from toolkit.training.model import build_model
 
 SPECIAL = [

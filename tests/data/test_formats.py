@@ -10,17 +10,15 @@ from places import ROOT
 
 from toolkit.data.arguments import DataArguments
 from toolkit.data.chat import ChatTokeniser, Template, find_template, shipped_templates
+from toolkit.data.dataset import MOST_TOKENS, prepare_data, shown_rows
 from toolkit.data.formats import Format, find_format
 from toolkit.data.messages import Chat, read_messages, read_tools, with_system
-from toolkit.data.prepared import prepare_data
-from toolkit.data.preview import MOST_TOKENS, shown_rows
 from toolkit.data.sources import check_file
-from toolkit.data.tokenizer import load_tokenizer
-from toolkit.data.tokens import Tally
+from toolkit.data.tokens import Tally, load_tokenizer
 from toolkit.errors import UsageError
-from toolkit.launching.preparing import described
+from toolkit.launching.preflight import described
 from toolkit.training.model import build_model
-from toolkit.training.preparing import main
+from toolkit.training.preflight_process import main
 
 HI = {"role": "user", "content": "hi"}
 YES = {"role": "assistant", "content": "yes"}

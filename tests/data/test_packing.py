@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 
 from toolkit.configs.proven_models import PROVEN_MODELS
 from toolkit.data.arguments import DataArguments
-from toolkit.data.order import Collator, training_rows
+from toolkit.data.dataset import prepare_data
 from toolkit.data.packing import (
     PROVEN_ATTENTION,
     FixedPacking,
@@ -19,12 +19,13 @@ from toolkit.data.packing import (
     keep_texts_apart,
     pack_texts,
 )
-from toolkit.data.prepared import prepare_data
-from toolkit.data.tokens import IGNORED, row_features, supervised_tokens
+from toolkit.data.sampling_order import Collator, training_rows
+from toolkit.data.tokens import row_features, supervised_tokens
 from toolkit.errors import UsageError
+from toolkit.records.evidence import IGNORED
 from toolkit.training.arguments import ModelArguments
 from toolkit.training.model import build_model, load_model
-from toolkit.training.prepare import prepare
+from toolkit.training.preflight import preflight
 from toolkit.training.trainer import ToolkitTrainer
 
 PAD = 9
@@ -278,7 +279,7 @@ def test_a_trainer_refuses_it_in_training_and_in_evaluation(tmp_path):
 
 def test_the_flag_is_refused_before_anything_is_launched():
     with pytest.raises(UsageError, match=r"--packing best_fit and --use_cache.*Leave one of them"):
-        prepare(["--packing", "best_fit", "--use_cache", "True"])
+        preflight(["--packing", "best_fit", "--use_cache", "True"])
 
 
 # What is refused
@@ -315,7 +316,7 @@ def test_code_that_comes_with_a_model_is_not_proven_by_the_name_of_a_class(tmp_p
         check_borders(tmp_path, attention=None, trust_remote_code=True)
     flags = ["--packing", "best_fit", "--model_name_or_path", str(tmp_path)]
     with pytest.raises(UsageError, match="not proven for the code that comes with the model"):
-        prepare([*flags, "--trust_remote_code", "True"])
+        preflight([*flags, "--trust_remote_code", "True"])
 
 
 @pytest.mark.parametrize("attention", [None, *PROVEN_ATTENTION])
@@ -325,7 +326,7 @@ def test_the_built_in_model_is_taken(attention, cache):
 
 def test_the_refusal_comes_before_anything_is_launched(cache):
     with pytest.raises(UsageError, match="best_fit is proven for"):
-        prepare(["--packing", "best_fit", "--attn_implementation", "flash_attention_2"])
+        preflight(["--packing", "best_fit", "--attn_implementation", "flash_attention_2"])
 
 
 # Rows of one length

@@ -9,12 +9,12 @@ import pytest
 from datasets import Dataset, are_progress_bars_disabled
 
 from toolkit.data.arguments import DataArguments
-from toolkit.data.prepared import prepare_data, prepare_validation
+from toolkit.data.dataset import prepare_data, prepare_validation
 from toolkit.data.sources import quiet_progress
 from toolkit.errors import UsageError
-from toolkit.launching.preparing import prepare_once
+from toolkit.launching.preflight import prepare_once
 from toolkit.training.model import build_model
-from toolkit.training.prepare import prepare
+from toolkit.training.preflight import preflight
 
 
 def write_rows(path, rows):
@@ -106,13 +106,13 @@ def test_a_stream_without_an_end_in_sight_is_refused(tmp_path, cache):
     path = write_rows(tmp_path / "rows.jsonl", numbered(100))
     flags = ["--train_file", path, "--streaming", "True"]
     with pytest.raises(UsageError, match="nothing says how many: pass --max_train_samples"):
-        prepare([*flags, "--num_train_epochs", "1"], num_processes=2)
+        preflight([*flags, "--num_train_epochs", "1"], num_processes=2)
     with pytest.raises(UsageError, match="--num_processes of the launch"):
-        prepare([*flags, "--max_steps", "2"])
-    facts = prepare([*flags, "--max_steps", "2"], num_processes=3)
+        preflight([*flags, "--max_steps", "2"])
+    facts = preflight([*flags, "--max_steps", "2"], num_processes=3)
     assert facts["data"]["rows"] == 2 * 4 * 2 * 3
     with pytest.raises(UsageError, match="--streaming needs"):
-        prepare(["--streaming", "True"])
+        preflight(["--streaming", "True"])
 
 
 def test_the_cache_keeps_the_rows_and_not_what_they_were_made_of(tmp_path, cache):
@@ -223,7 +223,7 @@ def test_a_percentage_that_leaves_nothing_is_told(tmp_path, cache):
 
 def test_what_is_prepared_has_both_parts(tmp_path, cache):
     path = write_rows(tmp_path / "rows.jsonl", numbered(200))
-    facts = prepare(["--train_file", path, "--validation_split_percentage", "10"])
+    facts = preflight(["--train_file", path, "--validation_split_percentage", "10"])
     assert facts["data"]["rows"] + facts["validation"]["rows"] == 200
     assert facts["validation"]["format"] == "text"
 

@@ -6,7 +6,7 @@ from documents import PAGES
 
 from toolkit.causes.table import causes
 from toolkit.comparing.parity.gates import GATES
-from toolkit.doctor import leftovers, packages, toolchain, variables
+from toolkit.doctor import machine, software, variables
 from toolkit.strategies import STRATEGIES
 
 (PAGE,) = (page for page in PAGES if page.path.name == "complaints.md")
@@ -20,7 +20,7 @@ THREAD = re.compile(r"\[[\w.-]+#(\d+)\]\(https://github\.com/[\w.-]+/[\w.-]+/iss
 
 
 def source_of_checks():
-    modules = (leftovers, packages, toolchain, variables)
+    modules = (machine, software, variables)
     return "".join(open_text(module.__file__) for module in modules)
 
 

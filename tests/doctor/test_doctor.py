@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 
 from toolkit import environment
 from toolkit.cli import app
-from toolkit.doctor.finding import Finding, fail, ok, to_json, warn
+from toolkit.doctor.finding import Finding, fail, ok, show_findings, to_json, warn
 from toolkit.doctor.machine import examine
-from toolkit.doctor.render import show_findings
 from toolkit.environment import TorchBuild
 
 SECONDS = 1.0

@@ -11,11 +11,11 @@ from example_record import RECORD
 from typer.testing import CliRunner
 
 from toolkit.cli import app
+from toolkit.jobs.terms import Interval
 from toolkit.launching.processes import start_of
 from toolkit.planning.of_run import job_of
 from toolkit.planning.speed.estimate import estimate_speed
 from toolkit.planning.speed.gpus import gpu as planned_gpu
-from toolkit.planning.terms import Interval
 from toolkit.records.json_files import write_json
 
 OUT = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config import config_args
 
-from toolkit.doctor import leftovers
-from toolkit.doctor.leftovers import check_leftovers
+from toolkit.doctor import machine
+from toolkit.doctor.machine import check_leftovers
 from toolkit.environment import TorchBuild
 
 OLDER = TorchBuild(version="2.13.0+cpu", cuda=None, hip=None)
@@ -77,7 +77,7 @@ def test_that_config_is_the_one_that_accelerate_reads(clean, tmp_path):
     ],
 )
 def test_files_of_deepspeeds_launcher_are_found(name, variables, clean, tmp_path):
-    clean.setattr(leftovers, "HOSTFILE", tmp_path / "hostfile")
+    clean.setattr(machine, "HOSTFILE", tmp_path / "hostfile")
     for variable, value in variables.items():
         clean.setenv(variable, value)
     assert checked("deepspeed files").level == "ok"

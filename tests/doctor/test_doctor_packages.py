@@ -7,8 +7,8 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from toolkit.doctor import packages
-from toolkit.doctor.packages import check_nccl, check_packages, known_faults
+from toolkit.doctor import software
+from toolkit.doctor.software import check_nccl, check_packages, known_faults
 from toolkit.environment import TorchBuild
 
 GOOD = {
@@ -42,7 +42,7 @@ def installed(monkeypatch):
     def install(**others):
         there = GOOD | {name.replace("_", "-"): package for name, package in others.items()}
         made = {name: Made(*package) for name, package in there.items() if package is not None}
-        monkeypatch.setattr(packages, "_installed", made.get)
+        monkeypatch.setattr(software, "_installed", made.get)
 
     return install
 
@@ -148,7 +148,7 @@ def test_two_packages_with_the_same_library_are_a_fault(installed):
 def test_an_nccl_of_the_system_is_found_and_none_is_not_called_ok(installed, monkeypatch, tmp_path):
     build = TorchBuild(version="2.13.0", cuda="12.8", hip=None)
     installed()
-    monkeypatch.setattr(packages, "LIBRARIES", tmp_path)
+    monkeypatch.setattr(software, "LIBRARIES", tmp_path)
     (finding,) = check_nccl(build)
     assert (finding.level, "not checked" in finding.text) == ("warn", True)
     folder = tmp_path / "x86_64-linux-gnu"

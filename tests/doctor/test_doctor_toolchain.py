@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from toolkit import environment
-from toolkit.doctor import toolchain
-from toolkit.doctor.toolchain import check_toolchain, nvcc_version
+from toolkit.doctor import software
+from toolkit.doctor.software import check_toolchain, nvcc_version
 from toolkit.environment import TorchBuild
 
 
@@ -96,7 +96,7 @@ def test_a_cuda_toolkit_is_found_by_its_compiler(clean, monkeypatch, tmp_path):
 
 
 def test_an_nvcc_that_hangs_is_not_waited_for(monkeypatch, tmp_path):
-    monkeypatch.setattr(toolchain, "NVCC_SECONDS", 0.1)
+    monkeypatch.setattr(software, "NVCC_SECONDS", 0.1)
     a_program(tmp_path / "bin" / "nvcc", f"exec {sys.executable} -c 'import time; time.sleep(60)'")
     assert nvcc_version(tmp_path) is None
     assert os.access(tmp_path / "bin" / "nvcc", os.X_OK)

@@ -7,12 +7,12 @@ import torch
 from small_models import tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from toolkit.backends.stages import costs_of, cut
 from toolkit.engines.pipelining.cutting import Window, cut_model
 from toolkit.engines.pipelining.observed import observe
 from toolkit.errors import UsageError
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.models.families import FAMILIES
-from toolkit.planning.stages import costs_of, cut
 
 WIDTHS = {
     "hidden": 32,

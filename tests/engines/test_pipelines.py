@@ -1,25 +1,19 @@
 """Two ranks, or two tensor groups, train a model cut into stages as one process trains it whole."""
 
-import subprocess
 import sys
 
+import launches
 import pipeline_cases
 import pytest
 import torch
 from places import SCRIPTS
 
-from toolkit.planning.schedules import SCHEDULES, bubble
+from toolkit.backends.schedules import SCHEDULES, bubble
 
 
 def started(folder, environment, *, tensor):
-    done = subprocess.run(
-        [sys.executable, SCRIPTS / "pipelines.py", folder / "store", folder, str(tensor)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
+    command = [sys.executable, SCRIPTS / "pipelines.py", folder / "store", folder, tensor]
+    done = launches.run(command, environment=environment, timeout=300)
     assert done.returncode == 0, done.stdout
     return [
         torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2 * tensor)
@@ -27,13 +21,13 @@ def started(folder, environment, *, tensor):
 
 
 @pytest.fixture(scope="module")
-def of_ranks(tmp_path_factory, cold_environment):
-    return started(tmp_path_factory.mktemp("pipelines"), cold_environment, tensor=1)
+def of_ranks(tmp_path_factory, launch_environment):
+    return started(tmp_path_factory.mktemp("pipelines"), launch_environment, tensor=1)
 
 
 @pytest.fixture(scope="module")
-def of_groups(tmp_path_factory, cold_environment):
-    return started(tmp_path_factory.mktemp("groups"), cold_environment, tensor=2)
+def of_groups(tmp_path_factory, launch_environment):
+    return started(tmp_path_factory.mktemp("groups"), launch_environment, tensor=2)
 
 
 @pytest.mark.parametrize("name", pipeline_cases.CASES)

@@ -6,16 +6,17 @@ import subprocess
 import sys
 from functools import cache
 
+import launches
 import pytest
 import split_cases
 import torch
 from places import SCRIPTS
 from transformers import AutoConfig
 
+from toolkit.backends.matrices import PLANNED, part_of_model
 from toolkit.engines.tensor_parallel import plan_problem
 from toolkit.planning.models import families as planned
 from toolkit.planning.models.architectures import shape_from_config
-from toolkit.planning.split import PLANNED, part_of_model
 
 GROUPS = {
     "one group": ("tensor", 2),
@@ -25,7 +26,7 @@ GROUPS = {
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, cold_environment):
+def trained(tmp_path_factory, launch_environment):
     """Return what all ranks of a number of them kept, under each strategy that has it."""
     folder = tmp_path_factory.mktemp("splits")
     for name, case in split_cases.CASES.items():
@@ -37,14 +38,8 @@ def trained(tmp_path_factory, cold_environment):
         kept = folder / str(ranks)
         kept.mkdir()
         arguments = (ranks, kept / "store", folder, kept, *strategies)
-        done = subprocess.run(
-            [sys.executable, SCRIPTS / "splits.py", *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=cold_environment,
-            timeout=400,
-        )
+        command = [sys.executable, SCRIPTS / "splits.py", *arguments]
+        done = launches.run(command, environment=launch_environment, timeout=400)
         assert done.returncode == 0, done.stdout
         assert "view tensor" not in done.stdout
         return [torch.load(kept / f"{rank}.pt", weights_only=False) for rank in range(ranks)]

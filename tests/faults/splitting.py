@@ -18,8 +18,8 @@ import torch
 import train_with_faults as script
 from safetensors.torch import save_model
 
-from toolkit.data.order import Collator
-from toolkit.data.tokens import IGNORED
+from toolkit.data.sampling_order import Collator
+from toolkit.records.evidence import IGNORED
 from toolkit.strategies import Strategy
 
 Fault = Callable[[script.Run], AbstractContextManager[Any]]

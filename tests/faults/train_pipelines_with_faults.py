@@ -21,7 +21,7 @@ from toolkit.engines import pipeline
 from toolkit.engines.pipeline import PipelineRequest, ask_for
 from toolkit.engines.pipelining import running
 from toolkit.engines.pipelining.running import Pipeline
-from toolkit.engines.prepared import rows_of_rank, world_rank, world_size
+from toolkit.engines.wrapped import rows_of_rank, world_rank, world_size
 from toolkit.strategies import STRATEGIES
 
 STRATEGY = STRATEGIES["pipeline"]
@@ -35,8 +35,8 @@ def load(folder: str, **options: Any) -> Any:
 
 @fault
 def stages_read_different_rows() -> Iterator[None]:
-    def of_every_rank(*args: Any, readers: int, reader: int) -> Any:
-        return rows_of_rank(*args, readers=world_size(), reader=world_rank())
+    def of_every_rank(*args: Any, **_: int) -> Any:
+        return rows_of_rank(*args, place=world_rank(), of=world_size())
 
     with patch.object(pipeline, "rows_of_rank", of_every_rank), of_one_length():
         yield

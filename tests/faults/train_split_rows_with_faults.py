@@ -23,12 +23,12 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from toolkit.configs.requested import requested_strategy
-from toolkit.data.order import Collator
-from toolkit.data.tokens import IGNORED
+from toolkit.data.sampling_order import Collator
 from toolkit.engines import rows
 from toolkit.engines.context import Context
 from toolkit.engines.deepspeed_config import checked_deepspeed_config, use_deepspeed_config
 from toolkit.engines.ulysses import Ulysses
+from toolkit.records.evidence import IGNORED
 from toolkit.rehearse import rehearse_if_needed
 
 STRATEGY = requested_strategy(os.environ)
@@ -52,12 +52,12 @@ STATE = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
 
 @fault
 def labels_shifted_within_each_piece() -> Iterator[None]:
-    """The last token of a piece then learns nothing: its next one is in another piece."""
+    """The last token of a shard then learns nothing: its next one is in another shard."""
     original = rows.next_tokens
 
     def within(labels: torch.Tensor) -> torch.Tensor:
-        pieces = labels.chunk(2 * script.RANKS, dim=1)
-        return torch.cat([original(piece) for piece in pieces], dim=1)
+        shards = labels.chunk(2 * script.RANKS, dim=1)
+        return torch.cat([original(shard) for shard in shards], dim=1)
 
     with patch.object(rows, "next_tokens", within):
         yield
@@ -66,28 +66,28 @@ def labels_shifted_within_each_piece() -> Iterator[None]:
 @fault
 def loss_averaged_over_the_pieces() -> Iterator[None]:
     """Each rank divides by its own tokens, and the mean over ranks is taken for the loss."""
-    original, backward, loss_of_rows = BACKEND.piece, BACKEND.backward, BACKEND.loss_of_rows
-    of_piece: list[float] = []
+    original, backward, loss_of_rows = BACKEND.shard_batch, BACKEND.backward, BACKEND.loss_of_rows
+    of_shard: list[float] = []
 
     def tokens(labels: torch.Tensor) -> int:
         return int((labels != IGNORED).sum())
 
     @contextmanager
-    def piece(self: Any, accelerator: Any, batch: Any) -> Iterator[Any]:
+    def shard_batch(self: Any, accelerator: Any, batch: Any) -> Iterator[Any]:
         evenly = tokens(batch["labels"][:, 1:]) / script.RANKS
         with original(self, accelerator, batch) as found:
-            of_piece[:] = [evenly / max(1, tokens(found["shift_labels"]))]
+            of_shard[:] = [evenly / max(1, tokens(found["shift_labels"]))]
             yield found
 
     with (
-        patch.object(BACKEND, "piece", piece),
+        patch.object(BACKEND, "shard_batch", shard_batch),
         patch.object(
             BACKEND,
             "backward",
-            lambda self, by, loss, **options: backward(self, by, loss * of_piece[0], **options),
+            lambda self, by, loss, **options: backward(self, by, loss * of_shard[0], **options),
         ),
         patch.object(
-            BACKEND, "loss_of_rows", lambda self, loss: loss_of_rows(self, loss * of_piece[0])
+            BACKEND, "loss_of_rows", lambda self, loss: loss_of_rows(self, loss * of_shard[0])
         ),
     ):
         yield
@@ -105,7 +105,7 @@ def positions_that_restart_in_each_piece() -> Iterator[None]:
 
 @fault
 def gradients_divided_by_all_ranks() -> Iterator[None]:
-    """As DeepSpeed 0.19 at stage 3 and FSDP2 leave them, where a loss is that of a piece."""
+    """As DeepSpeed 0.19 at stage 3 and FSDP2 leave them, where a loss is that of a shard."""
     original = BACKEND.backward
 
     def backward(self: Any, by: Any, loss: torch.Tensor, **options: Any) -> None:

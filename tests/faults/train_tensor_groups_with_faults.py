@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import tensor_parallel as plans
 
 from toolkit.engines import tensor_parallel
-from toolkit.engines.prepared import rows_of_rank, world_rank, world_size
 from toolkit.engines.tensor_parallel import TensorParallel, claim_mesh
+from toolkit.engines.wrapped import rows_of_rank, world_rank, world_size
 from toolkit.strategies import STRATEGIES
 
 STRATEGY = STRATEGIES["tensor"]
@@ -34,8 +34,8 @@ def load(folder: str, **options: Any) -> Any:
 
 @fault
 def ranks_of_a_group_read_different_rows() -> Iterator[None]:
-    def of_every_rank(*args: Any, readers: int, reader: int) -> Any:
-        return rows_of_rank(*args, readers=world_size(), reader=world_rank())
+    def of_every_rank(*args: Any, **_: int) -> Any:
+        return rows_of_rank(*args, place=world_rank(), of=world_size())
 
     with patch.object(tensor_parallel, "rows_of_rank", of_every_rank), of_one_length():
         yield
@@ -45,8 +45,8 @@ def ranks_of_a_group_read_different_rows() -> Iterator[None]:
 def same_data_on_both_ranks() -> Iterator[None]:
     """Both groups read the rows of the first."""
 
-    def of_the_first(*args: Any, readers: int, reader: int) -> Any:
-        return rows_of_rank(*args, readers=readers, reader=0)
+    def of_the_first(*args: Any, place: int, of: int) -> Any:
+        return rows_of_rank(*args, place=0, of=of)
 
     with patch.object(tensor_parallel, "rows_of_rank", of_the_first):
         yield

@@ -1,16 +1,16 @@
 """Train one small model many times in one process group: as it should be, then with faults.
 
     accelerate launch --config_file ddp.yaml tests/faults/train_with_faults.py \
-        [--half] [--evidence] MODEL OUTPUT NAME ...
+        [--few] [--evidence] MODEL OUTPUT NAME ...
 
 Each NAME, `clean` or a key of FAULTS, leaves OUTPUT/NAME/record.json and OUTPUT/NAME/final/. The
 training is the product's own: its data, collator, loop, recorder and save. A fault is put where
 such bugs live, in what the loop calls, and is gone again before the next run. A NAME such as
 `bf16/clean` trains under that precision, `fast/clean` at a high learning rate, and
 `reversed/clean` reads the rows of each step in reverse; `fast+reversed/clean` does both. 20 steps
-are trained, with --half 10.
+are trained, with --few 6.
 
-With --evidence, OUTPUT/NAME/evidence/ is left too, and without --half two steps are trained then,
+With --evidence, OUTPUT/NAME/evidence/ is left too, and without --few two steps are trained then,
 after which only the NAMES in SAVED leave final weights. Of a NAME such as `late/not_clipped` it is
 that of step 6, with which the fault begins; two ranks begin it with the weights of
 OUTPUT/../single/late/clean.
@@ -42,11 +42,11 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from toolkit import environment
 from toolkit.data.arguments import DataArguments
-from toolkit.data.order import Collator, training_rows
-from toolkit.data.prepared import PreparedData, prepare_data
-from toolkit.data.tokenizer import load_tokenizer
-from toolkit.engines.prepared import Prepared
-from toolkit.measuring import clipping
+from toolkit.data.dataset import TokenDataset, prepare_data
+from toolkit.data.sampling_order import Collator, training_rows
+from toolkit.data.tokens import load_tokenizer
+from toolkit.engines.wrapped import Wrapped
+from toolkit.measuring import gradients
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.evidence import EvidenceKeeper
 from toolkit.measuring.recorder import Recorder
@@ -62,8 +62,8 @@ sys.path.append(str(Path(__file__).parents[1]))  # a rank's path is a safe one
 from example_record import TRAINING
 
 FLAGS = [word for word in sys.argv[1:3] if word.startswith("--")]
-HALF, EVIDENCE = "--half" in FLAGS, "--evidence" in FLAGS
-STEPS = 10 if HALF else 2 if EVIDENCE else 20
+FEW, EVIDENCE = "--few" in FLAGS, "--evidence" in FLAGS
+STEPS = 6 if FEW else 2 if EVIDENCE else 20
 LATE = 6
 """The step with which a late fault begins, of SCHEDULED steps; the run ends after the next."""
 
@@ -78,9 +78,9 @@ FAST = 3e-2
 MAX_GRAD_NORM = 0.2
 SEED = 42
 
-# A run refuses some of these faults by itself (tests/measuring/test_clipping.py). Here the gates
+# A run refuses some of these faults by itself (tests/measuring/test_gradients.py). Here the gates
 # and the bisection have to find them.
-clipping.mismatches = lambda of_ranks: []
+gradients.clipping_mismatches = lambda of_ranks: []
 
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 RANK = int(os.environ.get("RANK", "0"))
@@ -117,7 +117,7 @@ def main() -> None:
             kept=LATE if late else None,
             begins=LATE if late else 1,
             reference=output.parent / "single" / name.replace(fault, "clean") / "evidence",
-            saves=HALF or not EVIDENCE or name in SAVED,
+            saves=FEW or not EVIDENCE or name in SAVED,
         )
         with nullcontext() if fault == "clean" else FAULTS[fault](run):
             run.go(folder)
@@ -155,8 +155,8 @@ class Kept(Observer):
     def __init__(self, run: Run) -> None:
         self.run = run
 
-    def prepared(self, prepared: Prepared) -> None:
-        self.engine = prepared
+    def prepared(self, wrapped: Wrapped) -> None:
+        self.engine = wrapped
 
     def step_done(self, step: int) -> None:
         self.run.done = step
@@ -168,7 +168,7 @@ class Run:
     """One training, and what a fault may change of it."""
 
     model_folder: str
-    data: PreparedData
+    data: TokenDataset
     args: TrainingArguments
     precision: str
     steps: int
@@ -185,7 +185,7 @@ class Run:
     reverse: bool = False
     order_seed: int = SEED
     load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
-    between: Callable[[Prepared], None] = lambda prepared: None
+    between: Callable[[Wrapped], None] = lambda wrapped: None
     done: int = 0
     """Steps."""
 
@@ -559,8 +559,8 @@ def saved_in_bf16(run: Run) -> Iterator[None]:
 def rate_doubled(run: Run) -> Iterator[None]:
     """In every step from the one on with which it begins."""
 
-    def doubled(prepared: Prepared) -> None:
-        for group in prepared.optimizer.param_groups if run.acts else ():
+    def doubled(wrapped: Wrapped) -> None:
+        for group in wrapped.optimizer.param_groups if run.acts else ():
             group["lr"] *= 2
 
     run.between = doubled
@@ -579,8 +579,8 @@ def rate_doubled_before(run: Run) -> Iterator[None]:
 def rate_doubled_once_before(run: Run) -> Iterator[None]:
     """In the step before alone."""
 
-    def doubled(prepared: Prepared) -> None:
-        for group in prepared.optimizer.param_groups if run.done + 2 == run.begins else ():
+    def doubled(wrapped: Wrapped) -> None:
+        for group in wrapped.optimizer.param_groups if run.done + 2 == run.begins else ():
             group["lr"] *= 2
 
     run.between = doubled
@@ -589,8 +589,8 @@ def rate_doubled_once_before(run: Run) -> Iterator[None]:
 
 @contextmanager
 def decay_dropped(run: Run) -> Iterator[None]:
-    def dropped(prepared: Prepared) -> None:
-        for group in prepared.optimizer.param_groups if run.acts else ():
+    def dropped(wrapped: Wrapped) -> None:
+        for group in wrapped.optimizer.param_groups if run.acts else ():
             group["weight_decay"] = 0.0
 
     run.between = dropped
@@ -599,8 +599,8 @@ def decay_dropped(run: Run) -> Iterator[None]:
 
 @contextmanager
 def attention_dropped(run: Run) -> Iterator[None]:
-    def dropped(prepared: Prepared) -> None:
-        for module in prepared.model.modules() if run.acts else ():
+    def dropped(wrapped: Wrapped) -> None:
+        for module in wrapped.model.modules() if run.acts else ():
             if hasattr(module, "attention_dropout"):
                 module.attention_dropout = 0.1
 
@@ -610,10 +610,10 @@ def attention_dropped(run: Run) -> Iterator[None]:
 
 @contextmanager
 def weights_of_one_rank_moved(run: Run) -> Iterator[None]:
-    def moved(prepared: Prepared) -> None:
+    def moved(wrapped: Wrapped) -> None:
         if run.done + 2 == run.begins and RANK == 1:
             with torch.no_grad():
-                next(prepared.model.parameters()).mul_(1.1)
+                next(wrapped.model.parameters()).mul_(1.1)
 
     run.between = moved
     yield

@@ -2,7 +2,12 @@
 
 import pytest
 
-from toolkit.launching.outcome import WARM_PROCESS_ENDED, Ending, judge, without_launcher_noise
+from toolkit.launching.outcome import (
+    WARM_PROCESS_ENDED,
+    Ending,
+    classify_end,
+    without_launcher_noise,
+)
 from toolkit.launching.status import RankError, RankStatus
 
 E = "E1121 10:39:00.123456 4711 /v/site-packages/torch/distributed/elastic/multiprocessing/api.py"
@@ -32,7 +37,7 @@ def said(rank, state="running", *, step=3, time=10.0, error=None):
 )
 def test_running_out_of_memory_is_its_own_kind(error):
     error = (error[0], error[1].replace("allocate me", "allocate memory"))
-    outcome = judge(Ending(statuses=[said(0, "failed", error=error)], returncode=1))
+    outcome = classify_end(Ending(statuses=[said(0, "failed", error=error)], returncode=1))
     assert outcome.status == "oom"
 
 
@@ -43,28 +48,30 @@ def test_a_kill_that_the_kernel_counted_is_out_of_memory():
         "lines": [f"{E}:1002] failed (exitcode: -9) local_rank: 1 (pid: 101) of binary: python"],
         "returncode": 1,
     }
-    assert judge(Ending(**ending, out_of_memory_kills=1)).status == "oom"
+    assert classify_end(Ending(**ending, out_of_memory_kills=1)).status == "oom"
     for unseen in (0, None):
-        assert judge(Ending(**ending, out_of_memory_kills=unseen)).status == "failed"
-    assert judge(Ending(**ending)).status == "failed"
+        assert classify_end(Ending(**ending, out_of_memory_kills=unseen)).status == "failed"
+    assert classify_end(Ending(**ending)).status == "failed"
 
 
 def test_an_ended_warm_process_is_the_cause_unless_a_rank_has_an_error_or_all_have_finished():
     ended = {"warm_process_ended": True, "returncode": -9, "lines": ["Loading weights: 100%"]}
     echo = said(0, "failed", error=("RuntimeError", "Connection closed by peer"))
     for statuses in ([], [said(0), said(1)], [echo, said(1)]):
-        outcome = judge(Ending(statuses=statuses, gone={1: 11.0}, **ended))
+        outcome = classify_end(Ending(statuses=statuses, gone={1: 11.0}, **ended))
         assert (outcome.status, outcome.reason) == ("failed", WARM_PROCESS_ENDED)
     failed = said(0, "failed", error=("ValueError", "no rows"))
-    assert "no rows" in (judge(Ending(statuses=[failed, said(1)], **ended)).reason or "")
+    assert "no rows" in (classify_end(Ending(statuses=[failed, said(1)], **ended)).reason or "")
     finished = [said(0, "finished"), said(1, "finished")]
-    assert judge(Ending(statuses=finished, num_processes=2, **ended)).status == "ok"
+    assert classify_end(Ending(statuses=finished, num_processes=2, **ended)).status == "ok"
 
 
 def test_a_death_wins_over_the_echo_it_made_though_it_was_seen_later():
     echo = said(0, "failed", time=10.0, error=("RuntimeError", "Connection closed by peer"))
     lines = [f"{E}:1002] failed (exitcode: -9) local_rank: 1 (pid: 101) of binary: python"]
-    outcome = judge(Ending(statuses=[echo, said(1)], gone={1: 11.0}, lines=lines, returncode=1))
+    outcome = classify_end(
+        Ending(statuses=[echo, said(1)], gone={1: 11.0}, lines=lines, returncode=1)
+    )
     assert outcome.reason
     assert outcome.reason.startswith("rank 1 was killed (SIGKILL)")
 
@@ -78,7 +85,7 @@ def test_of_several_exit_codes_the_first_of_a_process_counts():
         "  exitcode  : -15 (pid: 101)",
     ]
     ending = Ending(statuses=[said(0), said(1)], gone={0: 11.0, 1: 11.0}, lines=lines, returncode=1)
-    outcome = judge(ending)
+    outcome = classify_end(ending)
     assert outcome.reason
     assert outcome.reason.startswith("rank 1 was killed (SIGKILL)")
 
@@ -86,7 +93,9 @@ def test_of_several_exit_codes_the_first_of_a_process_counts():
 def test_a_rank_that_torchelastic_ended_is_not_the_cause():
     echo = said(0, "failed", time=10.0, error=("RuntimeError", "Connection closed by peer"))
     lines = ["  exitcode  : -15 (pid: 101)", "  exitcode  : 1 (pid: 100)"]
-    outcome = judge(Ending(statuses=[echo, said(1)], gone={1: 11.0}, lines=lines, returncode=1))
+    outcome = classify_end(
+        Ending(statuses=[echo, said(1)], gone={1: 11.0}, lines=lines, returncode=1)
+    )
     assert outcome.reason == "rank 0 failed at step 3: RuntimeError: Connection closed by peer"
 
 
@@ -95,7 +104,7 @@ def test_an_abort_after_the_end_that_cost_a_neighbour_its_end_is_named():
     ending = Ending(
         statuses=[said(0, "finished"), said(1)], gone={1: 11.0}, lines=lines, returncode=1
     )
-    assert judge(ending).reason == (
+    assert classify_end(ending).reason == (
         "rank 0 had finished and then died of SIGABRT; "
         "the launcher ended the other ranks before they were through."
     )
@@ -104,26 +113,28 @@ def test_an_abort_after_the_end_that_cost_a_neighbour_its_end_is_named():
 def test_an_abort_after_the_end_is_named_though_the_neighbour_never_spoke():
     lines = ["  exitcode  : -6 (pid: 100)", "  exitcode  : -15 (pid: 101)"]
     ending = Ending(statuses=[said(0, "finished")], lines=lines, num_processes=2, returncode=1)
-    reason = judge(ending).reason
+    reason = classify_end(ending).reason
     assert reason
     assert reason.startswith("rank 0 had finished and then died of SIGABRT")
 
 
 def test_a_rank_that_never_spoke_is_missed():
-    outcome = judge(Ending(statuses=[said(0, "finished")], num_processes=2, returncode=0))
+    outcome = classify_end(Ending(statuses=[said(0, "finished")], num_processes=2, returncode=0))
     assert outcome.status == "failed"
     assert outcome.reason == "The launcher ended with status 0, but rank 1 wrote no status file."
 
 
 def test_a_refusal_names_its_rank():
     refusal = said(1, "refused", step=0, error=("Refused", "asked ZeRO-3, engaged DDP"))
-    outcome = judge(Ending(statuses=[said(0), refusal], returncode=1))
+    outcome = classify_end(Ending(statuses=[said(0), refusal], returncode=1))
     assert outcome.status == "refused"
     assert outcome.reason == "rank 1 refused the run: Refused: asked ZeRO-3, engaged DDP"
 
 
 def test_a_long_message_is_cut():
-    outcome = judge(Ending(statuses=[said(0, "failed", error=("E", "x" * 5000))], returncode=1))
+    outcome = classify_end(
+        Ending(statuses=[said(0, "failed", error=("E", "x" * 5000))], returncode=1)
+    )
     assert outcome.reason
     assert len(outcome.reason) < 700
 
@@ -162,7 +173,7 @@ def test_the_launchers_wall_is_taken_off_and_the_ranks_traceback_stays():
 def test_a_single_rank_dies_under_the_simple_launcher():
     line = "subprocess.CalledProcessError: Command '['python']' died with <Signals.SIGSEGV: 11>."
     ending = Ending(statuses=[said(0)], gone={0: 11.0}, lines=[line], returncode=1)
-    assert judge(ending).reason == "rank 0 died at step 3 of SIGSEGV."
+    assert classify_end(ending).reason == "rank 0 died at step 3 of SIGSEGV."
 
 
 def test_every_rank_that_ran_out_of_memory_is_named():
@@ -173,11 +184,11 @@ def test_every_rank_that_ran_out_of_memory_is_named():
         said(1, "failed", time=12.0, error=echo),
         said(3, "failed", time=10.0, error=out),
     ]
-    outcome = judge(Ending(statuses=statuses, returncode=1))
+    outcome = classify_end(Ending(statuses=statuses, returncode=1))
     assert outcome.status == "oom"
     assert outcome.reason
     assert outcome.reason.startswith("ranks 0 and 3 ran out of memory; rank 3 failed at step 3: ")
-    alone = judge(Ending(statuses=statuses[1:], returncode=1))
+    alone = classify_end(Ending(statuses=statuses[1:], returncode=1))
     assert alone.reason
     assert alone.reason.startswith("rank 3 failed at step 3: ")
 
@@ -185,5 +196,5 @@ def test_every_rank_that_ran_out_of_memory_is_named():
 def test_a_guard_s_sentence_is_the_reason_whichever_rank_was_read_first():
     error = ("GuardError", "The loss of step 7 is not finite: nan on rank 1.")
     ranks = [said(1, "failed", time=9.0, error=error), said(0, "failed", error=error)]
-    outcome = judge(Ending(statuses=ranks, returncode=1))
+    outcome = classify_end(Ending(statuses=ranks, returncode=1))
     assert (outcome.status, outcome.reason) == ("failed", error[1])

@@ -6,7 +6,7 @@ import pytest
 
 from toolkit.errors import UsageError
 from toolkit.files import write_text
-from toolkit.launching.outcome import Ending, judge
+from toolkit.launching.outcome import Ending, classify_end
 from toolkit.launching.status import (
     RankError,
     RankStatus,
@@ -153,13 +153,17 @@ def test_a_failure_that_the_body_recorded_stands(tmp_path):
 def test_an_earlier_echo_ranks_behind_the_original(type_, message):
     echo = failed(0, 1.0, type_, message)
     original = failed(1, 2.0, "ValueError", "the flux is off")
-    assert judge(Ending(statuses=[echo, original])).reason.startswith("rank 1 failed at step 3: V")
-    assert judge(Ending(statuses=[echo])).reason.startswith(f"rank 0 failed at step 3: {type_}")
+    assert classify_end(Ending(statuses=[echo, original])).reason.startswith(
+        "rank 1 failed at step 3: V"
+    )
+    assert classify_end(Ending(statuses=[echo])).reason.startswith(
+        f"rank 0 failed at step 3: {type_}"
+    )
 
 
 def test_among_originals_the_earliest_counts():
     late, early = failed(0, 2.0, "ValueError"), failed(1, 1.0, "UsageError", state="usage")
-    assert judge(Ending(statuses=[late, early])).status == "usage"
+    assert classify_end(Ending(statuses=[late, early])).status == "usage"
 
 
 def test_a_rank_that_runs_or_has_finished_has_not_failed(tmp_path):

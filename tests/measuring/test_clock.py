@@ -2,12 +2,13 @@
 
 import time
 
+import cpuinfo
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
-from toolkit.engines.backend import traits_of
+from toolkit.engines.backend import spec_of
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.clock import PHASES, Clock
 from toolkit.measuring.merging import WARMUP_STEPS
@@ -178,12 +179,38 @@ def test_what_deepspeed_builds_is_counted_apart():
             return []
 
     clock = Clock()
-    clock.watch_builds(traits_of(STRATEGIES["zero1"], 2))
+    clock.watch_builds(spec_of(STRATEGIES["zero1"], 2))
     with pytest.raises(RuntimeError, match="not being compatible"):
         Unbuildable().jit_load()
     clock.close()
     assert clock.warm_up()["build_seconds"] >= SLEPT
     assert OpBuilder.jit_load is original
+
+
+def test_deepspeeds_builders_start_one_process_to_ask_what_cpu_this_is(monkeypatch):
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    class Refused(CPUAdamBuilder):
+        def is_compatible(self, verbose=False):
+            return False
+
+    asked = []
+    answer = cpuinfo.cpuinfo.get_cpu_info_json()
+    monkeypatch.setattr(
+        cpuinfo.cpuinfo, "get_cpu_info_json", lambda: asked.append("once") or answer
+    )
+    monkeypatch.setattr(cpuinfo, "get_cpu_info", cpuinfo.cpuinfo.get_cpu_info)
+    builders = [Refused(), Refused()]
+    before = [(builder.cpu_arch(), builder.simd_width()) for builder in builders]
+    assert len(asked) > 2
+    asked.clear()
+    clock = Clock()
+    clock.watch_builds(spec_of(STRATEGIES["zero2_offload"], 2))
+    with pytest.raises(RuntimeError, match="not being compatible"):
+        builders[0].jit_load()
+    clock.close()
+    assert [(builder.cpu_arch(), builder.simd_width()) for builder in builders] == before
+    assert asked == ["once"]
 
 
 @pytest.mark.parametrize(("throughput_steps", "timed"), [(0, 5), (4, 2), (6, 4)])

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from toolkit.data.order import Collator
+from toolkit.data.sampling_order import Collator
 from toolkit.measuring.evidence import EvidenceKeeper, _rows
 from toolkit.records.evidence import BEFORE_FILE
 from toolkit.records.record import FILLER_ID

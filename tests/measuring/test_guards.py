@@ -6,7 +6,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from toolkit.errors import GuardError
 from toolkit.measuring import guards as of_guards
-from toolkit.measuring.equal_weights import checksums
 from toolkit.measuring.guards import (
     NORMS_NEEDED,
     PACE_KEPT,
@@ -18,7 +17,7 @@ from toolkit.measuring.guards import (
     newest_checkpoint,
     odd_ones_out,
 )
-from toolkit.measuring.order import OrderWatch
+from toolkit.measuring.replica_checks import OrderCheck, checksums
 
 NORMAL = {
     "loss_is_finite": True,
@@ -48,7 +47,7 @@ def everyone(**of_rank_1):
 
 def judged(guards, *beats, ranks=nobody):
     for each in beats:
-        guards.judge(each, ranks)
+        guards.check_step(each, ranks)
 
 
 def usual(guards, steps=NORMS_NEEDED, **other):
@@ -216,7 +215,7 @@ def test_a_warning_is_given_once_of_each_kind(capsys):
     bad = [beat(s, loss_is_finite=False) for s in (3, 4)]
     judged(guards, *bad, beat(5, same_order=False), ranks=lambda: everyone(loss=float("nan")))
     assert [(w["kind"], w["step"]) for w in guards.warnings] == [("loss", 3), ("data order", 5)]
-    assert guards.spoiled_at == 3
+    assert guards.first_bad_step == 3
     out = capsys.readouterr().out
     assert out.count("toolkit: warning: ") == 2
     assert guards.described()["warnings"] == guards.warnings
@@ -283,7 +282,7 @@ def test_the_same_seed_gives_the_same_checksums():
 
 def test_an_order_is_told_from_another_one_of_the_same_rows():
     def order_of(*batches):
-        watch = OrderWatch()
+        watch = OrderCheck()
         for batch in batches:
             watch.drawn(batch)
         return watch.value

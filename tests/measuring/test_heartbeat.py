@@ -26,9 +26,9 @@ class Heard(Guards):
         super().__init__(mode)
         self.beats = []
 
-    def judge(self, beat, everyone):
+    def check_step(self, beat, everyone):
         self.beats.append(beat)
-        super().judge(beat, everyone)
+        super().check_step(beat, everyone)
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from toolkit import environment
 from toolkit.engines.base import Backend
 from toolkit.engines.tensors import compiled
 from toolkit.measuring import peak
-from toolkit.measuring.peak import PeakLedger
-from toolkit.measuring.storages import CATEGORIES, UNDECIDED, Storages
+from toolkit.measuring.peak import CATEGORIES, UNDECIDED, PeakLedger, Storages
 from toolkit.strategies import STRATEGIES
 
 BATCH, WIDE, HIDDEN, OUT = 64, 16, 256, 8
@@ -345,7 +344,7 @@ def test_the_input_of_a_collective_that_has_ended_is_waited_for(lets_go, one_ran
 
 @pytest.mark.parametrize("sharing", [(), ("0",)])
 def test_what_ranks_of_one_copy_of_the_model_gather_is_no_parameter(sharing, one_rank, monkeypatch):
-    monkeypatch.setattr(Backend, "sharing_groups", lambda _: sharing)
+    monkeypatch.setattr(Backend, "model_parallel_groups", lambda _: sharing)
     part = torch.ones(1000)
     found = gather(part)["categories"]
     weights = 4 * (WIDE * HIDDEN + HIDDEN + HIDDEN * OUT + OUT)

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from transformers import Adafactor
 
-from toolkit.engines.hooks import stand_in
+from toolkit.engines.hooks import replace_method
 from toolkit.measuring.attestation import Refused, Requested
 from toolkit.measuring.merging import WARMUP_STEPS
 from toolkit.measuring.recorder import Recorder
@@ -110,7 +110,7 @@ class Quantised(torch.optim.SGD):
 def test_states_that_are_factored_or_quantised_are_no_reason_to_refuse(kind):
     recorder = recorder_for()
     train(recorder, steps=1, kind=kind)
-    assert recorder.engaged["optimizer_fraction"] == 1.0
+    assert recorder.actual["optimizer_fraction"] == 1.0
     assert recorder.finish()["attestation"]["held"]
 
 
@@ -182,7 +182,7 @@ def test_a_step_that_a_fused_optimizer_skips_by_itself_is_known():
         scaler.update()
         optimizer.zero_grad()
         recorder.step_done(learning_rate=0.1)
-        assert ("optimizer_class" in recorder.engaged) is (factor == 1.0)
+        assert ("optimizer_class" in recorder.actual) is (factor == 1.0)
     record = recorder.finish()
     recorder.close()
     assert record["skipped_steps"] == [1]
@@ -213,8 +213,8 @@ class Engine:
 
 def test_a_method_is_given_back_in_whatever_order_those_in_front_of_it_go():
     engine = Engine()
-    inner = stand_in(engine, "step", lambda: "inner")
-    outer = stand_in(engine, "step", lambda: "outer")
+    inner = replace_method(engine, "step", lambda: "inner")
+    outer = replace_method(engine, "step", lambda: "outer")
     inner()
     assert engine.step() == "outer"  # it may still call the one inside
     outer()

@@ -7,8 +7,8 @@ from typing import Literal
 
 from shapes_for_tests import llama
 
+from toolkit.jobs.shape import Block, ModelShape, Tensor
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.models.shape import Block, ModelShape, Tensor
 from toolkit.strategies import STRATEGIES
 
 GIB = 2**30

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from toolkit.jobs.shape import ModelShape, Tensor
 from toolkit.planning.models.families import FAMILIES
-from toolkit.planning.models.shape import ModelShape, Tensor
 
 
 def llama(

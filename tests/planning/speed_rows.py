@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from shapes_for_tests import llama
 
+from toolkit.jobs.shape import ModelShape, Tensor
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.models.families import FAMILIES
-from toolkit.planning.models.shape import ModelShape, Tensor
+from toolkit.planning.speed.computing import multiplied_parameters
 from toolkit.planning.speed.estimate import PlannedSpeed, estimate_speed
-from toolkit.planning.speed.flops import multiplied_parameters
 from toolkit.planning.speed.gpus import Gpu, gpu
 from toolkit.strategies import STRATEGIES
 

@@ -9,11 +9,11 @@ from live_bytes import LiveBytes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from toolkit.jobs.weights import names_of_targets
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.activations import activations_of
 from toolkit.planning.memory.autograd_memory import Regime
 from toolkit.planning.memory.layers import layer_bytes
-from toolkit.planning.memory.weights import names_of_targets
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.strategies import STRATEGIES
 from toolkit.training.speed.layers import checkpoint_layers, compile_blocks

@@ -14,10 +14,8 @@ from toolkit.errors import UsageError
 from toolkit.planning import levers
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.activations import activations_of, cast_weights, loss_bytes
-from toolkit.planning.memory.estimate import estimate_memory
+from toolkit.planning.memory.estimate import estimate_memory, state_bytes
 from toolkit.planning.memory.formulas import compare_with_formula
-from toolkit.planning.memory.states import state_bytes
-from toolkit.planning.memory.transient_buffers import step_terms
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.models.resolve import resolve_model
 from toolkit.planning.of_run import job_of
@@ -80,11 +78,15 @@ def test_states_and_temporaries_are_those_of_the_optimizer(moments):
     with LiveBytes(*parameters, *masters, *own, *(p.grad for p in parameters)) as live:
         before = live.now
         optimizer.step()
-    [term] = step_terms(job(bf16_weights=moments, on_cpu=True))
+    [term] = _step_terms(job(bf16_weights=moments, on_cpu=True))
     assert live.peak - before == pytest.approx(term.bytes.high, rel=0.01)
     # On a GPU one kernel reads and writes each tensor; torch's `foreach` takes all roots at once.
-    assert not list(step_terms(job(bf16_weights=moments, optimizer="adamw")))
-    assert list(step_terms(job(bf16_weights=None, optimizer="adamw")))
+    assert not list(_step_terms(job(bf16_weights=moments, optimizer="adamw")))
+    assert list(_step_terms(job(bf16_weights=None, optimizer="adamw")))
+
+
+def _step_terms(planned):
+    return planned.backend.step(planned)
 
 
 def test_nothing_is_cast_in_forward_and_the_stream_is_in_16_bits():

@@ -8,8 +8,8 @@ from benchmark_rows import ROOT  # makes benchmarks/ importable
 from calibration_cases import AUTOCAST_FSDP1, BERT_LARGE, BLOCKS_7B, BLOCKS_254M, MEASURED
 from planner_measured import details, rows, summary
 
+from toolkit.jobs.terms import GIB
 from toolkit.planning.memory.estimate import estimate_memory
-from toolkit.planning.terms import GIB
 
 ROWS = rows()
 PLANNED = [row for row in ROWS if row.measured.regime != AUTOCAST_FSDP1]

@@ -22,9 +22,15 @@ from typer.testing import CliRunner
 
 from toolkit.cli import app
 from toolkit.errors import UsageError
-from toolkit.measuring.meta_gpu import LiveStorages, OnGpu
-from toolkit.measuring.skeleton import DTYPES, build, count_model, decoder_layers, passes
-from toolkit.measuring.skeleton_facts import describe
+from toolkit.measuring.meta_counting import LiveStorages, OnGpu
+from toolkit.measuring.meta_model import (
+    DTYPES,
+    build,
+    count_model,
+    decoder_layers,
+    describe,
+    passes,
+)
 from toolkit.planning.memory.activations import _recorded_tail
 from toolkit.planning.memory.autograd_memory import Regime
 from toolkit.planning.memory.counted import counted_bytes

@@ -6,9 +6,9 @@ import pytest
 from shapes_for_tests import gpt2, llama
 
 from toolkit.errors import UsageError
+from toolkit.jobs.weights import weights_of
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import estimate_memory
-from toolkit.planning.memory.weights import weights_of
 from toolkit.strategies import STRATEGIES
 
 LLAMA_7B = llama(

@@ -8,8 +8,7 @@ from benchmark_rows import job_of, rows, write
 from gpu_kit_fit import TODAY, Constants, fit, key_of, measured_rows, outer, predicted
 from places import ROOT
 
-from toolkit.planning.memory.allocator import MOVING
-from toolkit.planning.memory.estimate import estimate_memory
+from toolkit.planning.memory.estimate import MOVING, estimate_memory
 
 MIB = 1 << 20
 KNOWN = {

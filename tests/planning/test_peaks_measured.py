@@ -11,9 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from toolkit.jobs.terms import sums_by_phase
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import WORKSPACES, estimate_memory
-from toolkit.planning.terms import sums_by_phase
 from toolkit.strategies import STRATEGIES
 from toolkit.training.speed.chunked_loss import use_chunked_loss
 from toolkit.training.speed.layers import checkpoint_layers

@@ -5,8 +5,7 @@ import itertools
 import pytest
 from shapes_for_tests import llama
 
-from toolkit.errors import UsageError
-from toolkit.planning.schedules import (
+from toolkit.backends.schedules import (
     SCHEDULES,
     Work,
     bubble,
@@ -15,7 +14,8 @@ from toolkit.planning.schedules import (
     refused_micro_batches,
     work_of,
 )
-from toolkit.planning.stages import Costs, costs_of, cut
+from toolkit.backends.stages import Costs, costs_of, cut
+from toolkit.errors import UsageError
 
 
 def by_hand(name, ranks, micro_batches):

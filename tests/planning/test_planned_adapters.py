@@ -7,11 +7,11 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.errors import UsageError
+from toolkit.jobs.shape import Tensor
+from toolkit.jobs.weights import expert_adapters, weights_of
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.memory.weights import expert_adapters, weights_of
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.models.resolve import resolve_model
-from toolkit.planning.models.shape import Tensor
 from toolkit.planning.plan import plan
 from toolkit.planning.render.commands import train_command
 from toolkit.strategies import STRATEGIES

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from toolkit.cli import app
 from toolkit.errors import UsageError
+from toolkit.jobs.terms import CATEGORIES
 from toolkit.planning.plan import plan
 from toolkit.planning.render import plans
 from toolkit.planning.render.plot import GPU_COUNTS
 from toolkit.planning.speed.traffic import collectives
-from toolkit.planning.terms import CATEGORIES
 from toolkit.strategies import STRATEGIES
 
 GIB = 2**30
@@ -263,6 +263,8 @@ def test_a_notebook_sees_a_table_and_no_markup_of_a_users(tmp_path):
     answer = plan(folder)
     html = answer._repr_html_()
     assert "<table>" in html
+    assert '<th scope="row">zero3</th>' in html
+    assert "allocated: GiB of tensors on the fullest GPU" in html
     assert "".join(repr(answer).split()).startswith("".join(plans.heading(answer).split()))
     assert "zero3" in repr(answer)
     assert "<b>evil" not in html

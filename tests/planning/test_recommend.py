@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 from toolkit.cli import app
 from toolkit.data.arguments import DataArguments
 from toolkit.errors import UsageError
+from toolkit.jobs.options import USUAL_STRATEGIES
+from toolkit.jobs.terms import Interval
 from toolkit.planning.learning_rate import LearningRate
 from toolkit.planning.levers import CHECKPOINTING, SELECTIVE
 from toolkit.planning.memory.estimate import estimate_memory
-from toolkit.planning.options import USUAL_STRATEGIES
 from toolkit.planning.plan import plan
 from toolkit.planning.recommend import recommend
 from toolkit.planning.render.commands import paste_line
@@ -24,7 +25,6 @@ from toolkit.planning.render.recommendations import (
     write_recommendation,
 )
 from toolkit.planning.search import FULL, RUNGS, SAME_SPEED, SHARDED, SPLIT, WHOLE, Search, rank
-from toolkit.planning.terms import Interval
 from toolkit.strategies import STRATEGIES
 from toolkit.training.arguments import own_arguments
 
@@ -271,7 +271,7 @@ def test_every_optimizer_has_a_flag():
 
     from transformers.training_args import OptimizerNames
 
-    from toolkit.planning.options import OPTIM_FLAGS, Optimizer
+    from toolkit.jobs.options import OPTIM_FLAGS, Optimizer
 
     assert set(get_args(Optimizer)) == set(OPTIM_FLAGS)
     assert set(OPTIM_FLAGS.values()) <= {one.value for one in OptimizerNames}
@@ -627,7 +627,7 @@ def reason_about(found, words):
 def test_a_global_batch_below_the_gpus_is_split_over_groups_of_them():
     found = recommend("7b", gpu="H100", gpus=8, global_batch=4)
     job = found.choice.job
-    assert job.strategy.splits_model
+    assert job.backend.splits_model
     assert job.batch * job.accumulation * job.readers == 4
     assert "A multiple of 8 opens the others." in reason_about(found, "can't be dealt out")
     assert "groups of 2 GPUs x 1 accumulated keeps the global batch of 4" in " ".join(found.reasons)

@@ -146,6 +146,15 @@ def test_the_fewest_gpus_that_are_enough_and_in_whole_nodes():
     assert not fits(fewer, room(95))
 
 
+@pytest.mark.parametrize("strategy", ["ulysses", "tensor"])
+def test_more_gpus_than_a_model_has_heads_are_no_remedy(strategy):
+    short = job("meta-llama/Llama-3.1-8B", strategy, gpus=8, batch=64, sequence=8192)
+    found = remedies(short, room(20))
+    assert found
+    for remedy in found:
+        assert remedy.job.strategy.name != "ulysses" or remedy.job.gpus == 8
+
+
 def test_shorter_rows_are_the_longest_that_fit_and_not_crumbs():
     planned = job("meta-llama/Llama-3.1-8B", "fsdp", gpus=8, sequence=16384)
     (shorter,) = [r for r in ways_out(planned, room(79)) if r.name.startswith("rows of")]

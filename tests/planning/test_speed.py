@@ -16,22 +16,22 @@ from speed_rows import (
     mpt,
 )
 
+from toolkit.backends.pipeline import Pipeline
 from toolkit.errors import UsageError
+from toolkit.jobs.terms import Interval
 from toolkit.planning.job import PlannedJob, nodes_for
 from toolkit.planning.memory import estimate
-from toolkit.planning.memory.states import receive_buffer_bytes, state_bytes
+from toolkit.planning.memory.estimate import state_bytes
 from toolkit.planning.models.resolve import resolve_model
 from toolkit.planning.speed import rates
-from toolkit.planning.speed.estimate import cost, estimate_speed
-from toolkit.planning.speed.flops import (
+from toolkit.planning.speed.computing import (
     attention_flops,
     linear_flops,
     model_flops,
     multiplied_parameters,
 )
+from toolkit.planning.speed.estimate import cost, estimate_speed
 from toolkit.planning.speed.gpus import gpu
-from toolkit.planning.split import different_parts, parts_of_ranks
-from toolkit.planning.terms import Interval
 from toolkit.strategies import STRATEGIES
 
 WIDEST = {
@@ -428,8 +428,8 @@ def test_a_parameter_server_is_as_slow_as_its_link_and_holds_what_no_worker_does
     states = [state_bytes(eight, rank) for rank in (0, 1)]
     assert states[1].optimizer.gpu == 0 < states[0].optimizer.gpu
     assert states[1].parameters == states[0].parameters == state_bytes(two, 1).parameters
-    buffers = receive_buffer_bytes(eight)
-    assert buffers == 7 * receive_buffer_bytes(two)
+    buffers = eight.backend.lasting_buckets(eight)
+    assert buffers == 7 * two.backend.lasting_buckets(two)
     assert buffers == sum(
         t.bytes.high for t in estimate.estimate_memory(eight).terms if "arriv" in t.name
     )
@@ -453,7 +453,7 @@ def test_stages_that_have_no_more_than_others_change_no_estimate_of_a_pipeline(
         sequence=700,
         checkpointing="full",
     )
-    few = different_parts(job)
+    few = job.backend.different_parts(job)
     micro_batches = [(batch, 700), (3, 90), (batch, 411)]
 
     def answers():
@@ -462,8 +462,7 @@ def test_stages_that_have_no_more_than_others_change_no_estimate_of_a_pipeline(
         return memory.worst, peak, speed.step_seconds.high
 
     expected = answers()
-    for module in ("memory", "speed"):
-        monkeypatch.setattr(f"toolkit.planning.{module}.estimate.different_parts", parts_of_ranks)
+    monkeypatch.setattr(Pipeline, "different_parts", Pipeline.parts_of_ranks)
     assert answers() == pytest.approx(expected, rel=1e-12)
     assert len(few) < ranks
 
@@ -473,7 +472,7 @@ def test_no_stage_of_a_model_with_learned_positions_turns_heads():
         model=resolve_model("gpt2"), strategy=STRATEGIES["pipeline"], gpus=4, accumulation=4
     )
     of_a_layer = set()
-    for part in parts_of_ranks(job):
+    for part in job.backend.parts_of_ranks(job):
         terms = {term.name: term for term in estimate_speed(part, gpu("H100")).terms}
         moved = terms["norms, activations, residuals"].seconds.high
         of_a_layer.add(round(moved / part.model.layers, 12))

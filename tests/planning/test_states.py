@@ -12,11 +12,12 @@ from shapes_for_tests import gpt2, llama
 from transformers import Adafactor
 
 from toolkit.errors import UsageError
+from toolkit.jobs import optimizers
+from toolkit.jobs.shape import Tensor
+from toolkit.jobs.terms import Held
+from toolkit.jobs.weights import Tensors, weights_of
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.memory import optimizers
-from toolkit.planning.memory.states import Held, most_loaded, state_bytes
-from toolkit.planning.memory.weights import Tensors, weights_of
-from toolkit.planning.models.shape import Tensor
+from toolkit.planning.memory.estimate import most_loaded, state_bytes
 from toolkit.strategies import STRATEGIES
 
 SMALL = llama(hidden=192, intermediate=768, vocab=1024)
@@ -214,7 +215,7 @@ def test_deepspeed_in_fp32_wants_weights_in_fp32():
 
 
 def test_the_planner_and_the_loop_leave_the_same_names_out_of_decay():
-    from toolkit.planning.memory.weights import _UNDECAYED
+    from toolkit.jobs.weights import _UNDECAYED
     from toolkit.training.loop import NO_DECAY
 
     assert _UNDECAYED.pattern == "|".join(NO_DECAY)

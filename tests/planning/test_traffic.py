@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 from shapes_for_tests import gpt2, llama
 
-from toolkit.configs.deepspeed import deepspeed_config
+from toolkit.backends.deepspeed_json import deepspeed_config
+from toolkit.jobs.terms import Collective
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.speed.traffic import Collective, collectives, cost_of_sync, textbook
+from toolkit.planning.speed.traffic import collectives, cost_of_sync, textbook
 from toolkit.strategies import STRATEGIES
 
 LLAMA = llama(hidden=256, intermediate=385, layers=3, vocab=1003)

@@ -16,7 +16,7 @@ IMPORTED = (
     "matplotlib.backends.backend_svg",
     "toolkit.comparing.report.diff.files",
     "toolkit.comparing.report.picture",
-    "toolkit.comparing.report.remake",
+    "toolkit.comparing.report.write",
     "toolkit.comparing.run.schedule",
 )
 

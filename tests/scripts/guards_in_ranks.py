@@ -26,7 +26,7 @@ from torch.utils.data import SequentialSampler
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from toolkit import ToolkitTrainer
-from toolkit.checkpoints.keeping import Keeper
+from toolkit.checkpoints.saver import CheckpointSaver
 from toolkit.configs.requested import requested_strategy
 from toolkit.engines import pipeline
 from toolkit.engines.pipeline import PipelineRequest
@@ -35,8 +35,8 @@ from toolkit.engines.pipelining.running import Pipeline
 from toolkit.engines.tensor_parallel import claim_mesh
 from toolkit.engines.tensors import local
 from toolkit.errors import GuardError, UsageError
-from toolkit.measuring import equal_weights
 from toolkit.measuring import guards as bounds
+from toolkit.measuring import replica_checks
 from toolkit.measuring.attestation import Refused, Requested
 from toolkit.measuring.heartbeat import heartbeat_for
 from toolkit.measuring.recorder import Recorder
@@ -129,7 +129,7 @@ def with_split(folder, name, **options):
 
 def in_any_order(folder, **options):
     """Train in tensor groups as on GPUs, whose sums need not have the same bits on every rank."""
-    with patch.object(equal_weights, "adds_up_in_order", lambda device: False):
+    with patch.object(replica_checks, "adds_up_in_order", lambda device: False):
         with_split(folder, "tensor", **options)
 
 
@@ -353,10 +353,10 @@ def with_loop(
     )
     observers = [PartAndSave(folder, recorder, parts, steps)] if saves else []
     if save_every is not None:
-        keeper = Keeper(
+        saver = CheckpointSaver(
             output_dir=folder, facts={}, recorder=recorder, every=save_every, last_step=steps
         )
-        observers.append(keeper)
+        observers.append(saver)
     try:
         train_loop(
             build() if model is None else model,

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import toolkit
 from toolkit import STRATEGIES, ToolkitTrainer, checkpoints, environment, measuring, training
-from toolkit.data.order import Collator
+from toolkit.data.sampling_order import Collator
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.recorder import Recorder
 from toolkit.training.loop import train_loop

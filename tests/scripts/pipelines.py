@@ -16,10 +16,10 @@ import pipeline_cases  # noqa: E402
 from forked_ranks import become_a_rank  # noqa: E402
 from pipeline_cases import loss_between_steps, optimizer_for, windows  # noqa: E402
 
+from toolkit.backends.schedules import SCHEDULES  # noqa: E402
 from toolkit.engines.pipelining.running import MESH, Pipeline  # noqa: E402
 from toolkit.engines.tensor_parallel import group_by_mesh  # noqa: E402
 from toolkit.engines.tensors import gathered  # noqa: E402
-from toolkit.planning.schedules import SCHEDULES  # noqa: E402
 
 ranks = 2 * TENSOR
 RANK = become_a_rank(ranks)

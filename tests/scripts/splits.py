@@ -18,10 +18,10 @@ from forked_ranks import become_a_rank
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from toolkit.engines.backend import backend_of, prepare
-from toolkit.engines.prepared import rows_of_rank
+from toolkit.engines.backend import backend_of, wrap
 from toolkit.engines.tensor_parallel import claim_mesh
-from toolkit.measuring.order import wrong_parts
+from toolkit.engines.wrapped import rows_of_rank
+from toolkit.measuring.replica_checks import wrong_shares
 from toolkit.strategies import STRATEGIES
 
 
@@ -39,7 +39,7 @@ def train(case, folder, strategy, ranks):
     )
     loader = DataLoader(list(range(8)), batch_size=2)
     optimizer = split_cases.optimizer_for(model)
-    model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
+    model, optimizer, loader = wrap(accelerator, model, optimizer, loader)
     backend = backend_of(model)
     readers, reader = backend.data_parallel_size(), backend.data_parallel_rank()
     kept = {"losses": [], "norms": [], "gradients": [], "rows": torch.cat(list(loader)).tolist()}
@@ -56,7 +56,7 @@ def train(case, folder, strategy, ranks):
                 if accelerator.sync_gradients:
                     kept["gradients"].append(
                         {
-                            name: backend.whole_gradient(parameter).clone()
+                            name: backend.full_gradient(parameter).clone()
                             for name, parameter in model.named_parameters()
                         }
                     )
@@ -70,24 +70,24 @@ def train(case, folder, strategy, ranks):
                 optimizer.zero_grad()
         kept["losses"].append(share)
     kept["weights"] = {
-        name: backend.whole_weight(parameter).detach().clone()
+        name: backend.full_weight(parameter).detach().clone()
         for name, parameter in model.named_parameters()
     }
     kept["parts"] = {
-        name: wrong_parts(rows_of_rank(accelerator, DataLoader([*range(8)]), **part), reader)
+        name: wrong_shares(rows_of_rank(accelerator, DataLoader([*range(8)]), **part), reader)
         for name, part in {
-            "as they should": {"readers": readers, "reader": reader},
-            "one each": {"readers": ranks, "reader": accelerator.process_index},
-            "all the first": {"readers": max(2, readers), "reader": 0},
+            "as they should": {"place": reader, "of": readers},
+            "one each": {"place": accelerator.process_index, "of": ranks},
+            "all the first": {"place": 0, "of": max(2, readers)},
         }.items()
     }
     kept["held"] = sum(tensor.numel() for tensor in backend.parameters_held())
     kept["reader"] = reader
     kept["replicas"] = backend.replicas()
     for name, parameter in model.named_parameters():
-        backend.put_weight(parameter, kept["weights"][name] + 1)
+        backend.set_full_weight(parameter, kept["weights"][name] + 1)
     kept["put"] = {
-        name: backend.whole_weight(parameter).detach().clone()
+        name: backend.full_weight(parameter).detach().clone()
         for name, parameter in model.named_parameters()
     }
     return kept

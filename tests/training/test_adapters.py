@@ -20,7 +20,7 @@ from toolkit.training import adapters, methods, saving
 from toolkit.training.adapters import ADAPTER_FILE, load_for
 from toolkit.training.arguments import ModelArguments
 from toolkit.training.method_arguments import MethodArguments
-from toolkit.training.methods import check_strategy, checked_method, skeleton
+from toolkit.training.methods import check_strategy, checked_method, meta_model
 from toolkit.training.model import model_facts
 from toolkit.training.quantized import keep_packed
 from toolkit.training.saving import save_model
@@ -485,7 +485,7 @@ def test_deepspeed_is_refused_frozen_weights_that_it_would_refuse_later(llama):
 
 
 def test_a_skeleton_has_every_layer_and_no_weights(llama):
-    found = skeleton(llama)
+    found = meta_model(llama)
     assert {each.device.type for each in found.parameters()} == {"meta"}
     loaded = AutoModelForCausalLM.from_pretrained(llama)
     assert [name for name, _ in found.named_modules()] == [n for n, _ in loaded.named_modules()]

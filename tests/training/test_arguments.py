@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 
 from toolkit.errors import UsageError
 from toolkit.training.arguments import (
+    BOUNDS,
     RunArguments,
     own_arguments,
     training_arguments,
@@ -16,7 +17,6 @@ from toolkit.training.arguments import (
 )
 from toolkit.training.method_arguments import MethodArguments
 from toolkit.training.speed_arguments import SpeedArguments
-from toolkit.training.value_checks import BOUNDS
 
 MODEL_FOLDER = ["--model_name_or_path", "some/folder"]
 

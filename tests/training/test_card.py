@@ -12,9 +12,9 @@ from small_models import tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from toolkit import ToolkitTrainer
-from toolkit.checkpoints.committing import check
+from toolkit.checkpoints.atomic_folder import check
 from toolkit.data.arguments import DataArguments
-from toolkit.data.built_in import BUILT_IN_DATA
+from toolkit.data.sources import BUILT_IN_DATA
 from toolkit.training.arguments import ModelArguments, own_arguments, training_values
 from toolkit.training.card import (
     CARD_FILE,

@@ -116,7 +116,7 @@ def test_deepspeed_warns_of_nothing_while_it_is_asked(caplog, monkeypatch):
 @pytest.mark.parametrize("kind", ["link", "file", "another user's"])
 def test_a_rank_swaps_to_no_folder_that_another_user_may_have_made(tmp_path, monkeypatch, kind):
     swap = tmp_path / "toolkit_nvme"
-    for module in ("toolkit.configs.deepspeed", "toolkit.engines.deepspeed_config"):
+    for module in ("toolkit.backends.deepspeed_json", "toolkit.engines.deepspeed_config"):
         monkeypatch.setattr(f"{module}.NVME_PATH", swap)
     monkeypatch.setenv(DEEPSPEED_FILE, "")  # written by the call, and put back after it
     offload = {"device": "nvme", "nvme_path": str(swap)}

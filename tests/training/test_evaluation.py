@@ -13,12 +13,12 @@ from transformers import LlamaForCausalLM, TrainingArguments
 
 from toolkit import ToolkitTrainer
 from toolkit.data.arguments import DataArguments
-from toolkit.data.order import Collator
-from toolkit.data.tokens import IGNORED
-from toolkit.engines.between_steps import NotBetweenSteps, between_steps
+from toolkit.data.sampling_order import Collator
+from toolkit.engines.backend import NotBetweenSteps, side_effect_free
 from toolkit.errors import UsageError
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.recorder import Recorder
+from toolkit.records.evidence import IGNORED
 from toolkit.strategies import get_strategy
 from toolkit.training.arguments import own_arguments, training_values
 from toolkit.training.evaluation import Evaluation, loss_and_tokens, perplexity
@@ -175,7 +175,7 @@ def test_between_steps_leaves_modes_random_numbers_and_gradients_as_they_were(ac
     model = tiny_llama()
     model.model.layers[0].eval()
     before = torch.random.get_rng_state()
-    with between_steps(accelerator, model):
+    with side_effect_free(accelerator, model):
         assert not any(module.training for module in model.modules())
         assert not torch.is_grad_enabled()
         torch.rand(3)

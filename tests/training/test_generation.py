@@ -7,12 +7,12 @@ from small_models import tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.data.chat import shipped_templates, turn_end
-from toolkit.data.tokenizer import load_tokenizer
-from toolkit.engines.prepared import Prepared
+from toolkit.data.tokens import load_tokenizer
+from toolkit.engines.wrapped import Wrapped
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import get_strategy
-from toolkit.training.before_and_after import NEW_TOKENS, Samples, continuations
+from toolkit.training.evaluation_observer import NEW_TOKENS, Samples, continuations
 from toolkit.training.generation import generation_config_of, stop_tokens
 from toolkit.training.model import build_model
 from toolkit.training.saving import save_model
@@ -137,7 +137,7 @@ def test_samples_are_taken_before_the_first_step_and_after_the_last(accelerator,
     model = tiny_llama(vocabulary=len(tokenizer))
     prompts = [tokenizer.encode("def add(a, b):\n"), tokenizer.encode("def sub")]
     samples = Samples(prompts, tokenizer, last_step=3, recorder=recorder)
-    engine = Prepared(
+    engine = Wrapped(
         accelerator=accelerator, model=model, optimizer=None, scheduler=None, report=print
     )
     samples.prepared(engine)

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from small_models import tiny_llama
 from transformers import TrainingArguments
 
-from toolkit.data.order import Collator
+from toolkit.data.sampling_order import Collator
 from toolkit.engines import masters
 from toolkit.engines.backend import backend_of
 from toolkit.engines.masters import (
@@ -256,8 +256,8 @@ def test_a_backend_puts_and_gives_the_weights_that_are_stepped_on():
     cast_to_bf16(model)
     backend, parameter = backend_of(model), model.model.norm.weight
     numbers = torch.linspace(0, 1, len(parameter))
-    backend.put_weight(parameter, numbers)
-    assert torch.equal(backend.whole_weight(parameter), numbers)
+    backend.set_full_weight(parameter, numbers)
+    assert torch.equal(backend.full_weight(parameter), numbers)
     assert torch.equal(parameter, numbers.bfloat16())
 
 

@@ -15,9 +15,9 @@ from transformers import (
     dynamic_module_utils,
 )
 
-from toolkit.data.built_in import standard_library_hash, standard_library_texts
-from toolkit.data.prepared import PreparedData
-from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.dataset import TokenDataset
+from toolkit.data.sources import standard_library_hash, standard_library_texts
+from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UsageError
 from toolkit.training.arguments import ModelArguments
 from toolkit.training.model import (
@@ -29,7 +29,7 @@ from toolkit.training.model import (
     resolve_model,
     resolve_tokenizer,
 )
-from toolkit.training.preparing import main
+from toolkit.training.preflight_process import main
 
 
 def digests(folder):
@@ -175,7 +175,7 @@ def test_rows_that_the_model_cannot_read(tied_model, tmp_path):
     check_length(facts, 16)
     with pytest.raises(UsageError, match="Pass --max_length 16 or less"):
         check_length(facts, 17)
-    data = PreparedData(
+    data = TokenDataset(
         name="rows",
         hash="",
         tokens_hash="",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from toolkit.checkpoints.committing import follow_umask
+from toolkit.checkpoints.atomic_folder import follow_umask
 
 
 @pytest.fixture

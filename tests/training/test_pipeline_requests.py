@@ -1,13 +1,13 @@
 """What a pipeline cannot do is one sentence before a rank starts."""
 
 import pytest
-from test_prepare import ROWS
+from test_preflight import ROWS
 
 from toolkit.errors import UsageError
 from toolkit.strategies import STRATEGIES
 from toolkit.training.arguments import own_arguments
 from toolkit.training.pipelines import bubble_note, with_schedule
-from toolkit.training.prepare import prepare
+from toolkit.training.preflight import preflight
 
 STEP = ("--gradient_accumulation_steps", "5")
 
@@ -27,7 +27,7 @@ STEP = ("--gradient_accumulation_steps", "5")
 def test_a_request_that_no_pipeline_can_meet_is_refused(flags, ranks, reason, tmp_path):
     flags = [*ROWS, *STEP, "--engine", "loop", *flags]
     with pytest.raises(UsageError, match=reason):
-        prepare(flags, num_processes=1, strategies=["pipeline"], ranks={"pipeline": [ranks]})
+        preflight(flags, num_processes=1, strategies=["pipeline"], ranks={"pipeline": [ranks]})
 
 
 def test_fewer_micro_batches_than_stages_are_a_warning_with_the_bubble():
@@ -62,4 +62,4 @@ def test_the_flag_chooses_the_schedule_of_the_pipeline_alone():
 def test_a_request_that_no_mesh_can_meet_is_refused(flags, ranks, reason):
     flags = [*ROWS, "--gradient_accumulation_steps", "4", "--engine", "loop", *flags]
     with pytest.raises(UsageError, match=reason):
-        prepare(flags, num_processes=1, strategies=["three_d"], ranks={"three_d": [ranks]})
+        preflight(flags, num_processes=1, strategies=["three_d"], ranks={"three_d": [ranks]})

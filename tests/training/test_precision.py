@@ -8,7 +8,7 @@ import pytest
 from toolkit.configs.requested import DEEPSPEED_FILE
 from toolkit.errors import UsageError
 from toolkit.training.arguments import own_arguments, training_values
-from toolkit.training.precision import asked_precision, with_precision
+from toolkit.training.precision import requested_precision, with_precision
 
 
 def launched(precision="no", **sections):
@@ -45,7 +45,7 @@ def test_flags_say_the_precision_else_the_config_does_and_that_is_said(
 ):
     rest, lines = with_precision(flags, environ)
     values = training_values(own_arguments(rest))
-    assert asked_precision(values) == computed_in
+    assert requested_precision(values) == computed_in
     assert [line[: len(start)] for line, start in zip(lines, said, strict=True)] == said
 
 

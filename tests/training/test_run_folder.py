@@ -12,14 +12,14 @@ from transformers import Trainer, hyperparameter_search, integrations
 from transformers.hyperparameter_search import HyperParamSearchBackendBase
 from transformers.trainer_utils import BestRun, HPSearchBackend
 
-from toolkit.checkpoints.committing import committing
+from toolkit.checkpoints.atomic_folder import atomic_folder
 from toolkit.errors import UsageError
 from toolkit.launching.folder_lock import is_marked, lock_folder
 from toolkit.records.json_files import read_json
 from toolkit.records.manifests import MANIFEST
 from toolkit.training.method_arguments import MethodArguments
 from toolkit.training.request import check_output_folder
-from toolkit.training.run_folder import check_names, held
+from toolkit.training.run_folder import check_names, lock_run_folder
 from toolkit.training.trainer import ToolkitTrainer
 
 FULL = MethodArguments()
@@ -45,7 +45,7 @@ def refused(folder, method=ADAPTERS, trackers=("tensorboard", "mlflow")):
 
 
 def checkpoint(folder):
-    with committing(folder, step=7) as draft:
+    with atomic_folder(folder, step=7) as draft:
         (draft / "state").write_text("tensors")
 
 
@@ -118,7 +118,7 @@ def test_checkpoints_that_were_copied_alone_are_known_by_their_manifests(tmp_pat
 
 def test_a_mistake_that_is_found_while_it_is_held_leaves_the_folder_as_it_was(tmp_path):
     def fail(folder):
-        with held(folder, lambda: None):
+        with lock_run_folder(folder, lambda: None):
             assert is_marked(folder, "run")
             raise UsageError("of another training")
 
@@ -134,20 +134,20 @@ def test_it_is_held_on_after_all_is_checked_and_not_at_all_if_the_check_fails(tm
     (tmp_path / "final").mkdir()
     with (
         pytest.raises(UsageError, match="final/"),
-        held(tmp_path, partial(check_names, tmp_path, ["final/"], flag="--output_dir")),
+        lock_run_folder(tmp_path, partial(check_names, tmp_path, ["final/"], flag="--output_dir")),
     ):
         pass
     assert os.listdir(tmp_path) == ["final"]
 
-    with held(tmp_path, lambda: None) as lock:
+    with lock_run_folder(tmp_path, lambda: None) as lock:
         pass
     with (
         pytest.raises(UsageError, match="Another run is working"),
-        held(tmp_path, lambda: None),
+        lock_run_folder(tmp_path, lambda: None),
     ):
         pass
     lock.release()
-    with held(tmp_path, lambda: None) as lock:
+    with lock_run_folder(tmp_path, lambda: None) as lock:
         lock.release()
 
 
@@ -235,7 +235,7 @@ def test_a_script_with_our_trainer_loses_nobodys_record_and_may_run_again(tmp_pa
     for name in mine:
         (tmp_path / name).unlink()
     (tmp_path / "notes").write_text("mine")
-    for _ in range(2):  # no checkpoint is refused here: `committing` keeps what is in it
+    for _ in range(2):  # no checkpoint is refused here: `atomic_folder` keeps what is in it
         trainer_in(tmp_path).train()
     assert json.loads((tmp_path / "record.json").read_text())["status"] == "ok"
     assert (tmp_path / "notes").read_text() == "mine"

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolkit.training.run_record import optimizer_settings
+from toolkit.training.run import optimizer_settings
 
 
 def arguments(deepspeed_config):

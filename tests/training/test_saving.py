@@ -22,7 +22,7 @@ from transformers import (
     dynamic_module_utils,
 )
 
-from toolkit.checkpoints.committing import check
+from toolkit.checkpoints.atomic_folder import check
 from toolkit.errors import SaveError
 from toolkit.measuring.finite import require_finite
 from toolkit.training import adapters, saving

@@ -10,9 +10,9 @@ from small_models import small_of, tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.configs.proven_models import PROVEN_MODELS
-from toolkit.data.order import Collator
-from toolkit.data.tokens import IGNORED
+from toolkit.data.sampling_order import Collator
 from toolkit.errors import UsageError
+from toolkit.records.evidence import IGNORED
 from toolkit.training.speed import Speed
 from toolkit.training.speed.chunked_loss import (
     LogitsOf,

@@ -16,18 +16,18 @@ from transformers import TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.configs.proven_models import PROVEN_MODELS
-from toolkit.data.order import Collator
-from toolkit.data.tokenizer import load_tokenizer
-from toolkit.data.tokens import IGNORED
+from toolkit.data.sampling_order import Collator
+from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UsageError
 from toolkit.measuring.peak import PeakLedger
+from toolkit.records.evidence import IGNORED
 from toolkit.strategies import STRATEGIES
 from toolkit.training.arguments import own_arguments, training_values
-from toolkit.training.before_and_after import continuations
 from toolkit.training.evaluation import loss_and_tokens
+from toolkit.training.evaluation_observer import continuations
 from toolkit.training.loop import ddp_options
 from toolkit.training.model import build_model
-from toolkit.training.precision import asked_precision, with_precision
+from toolkit.training.precision import requested_precision, with_precision
 from toolkit.training.speed import Speed
 from toolkit.training.speed.layers import CHECKPOINTING, SAVED_PRODUCTS, checkpoint_layers
 from toolkit.training.speed.lean_batches import (
@@ -504,7 +504,7 @@ def test_fp16_keeps_its_optimizer_whose_skipped_steps_are_known(rest, launched, 
     assert ("--optim=adamw_torch_fused" in flags) is fused
     assert "--logging_steps=10" in flags
     values = training_values(own_arguments(rest))
-    assert fused is (asked_precision(values) != "fp16")
+    assert fused is (requested_precision(values) != "fp16")
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ from small_models import tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from toolkit.data.order import Collator
-from toolkit.data.tokens import IGNORED, row_features
+from toolkit.data.sampling_order import Collator
+from toolkit.data.tokens import row_features
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.recorder import Recorder
+from toolkit.records.evidence import IGNORED
 from toolkit.strategies import STRATEGIES
 from toolkit.training.arguments import OUR_DEFAULTS
 from toolkit.training.loop import train_loop

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from small_models import small_of
-from test_prepare import ROWS
+from test_preflight import ROWS
 
-from toolkit.comparing.bisect.selection import _strategy_and_engine
+from toolkit.comparing.bisect.running import _strategy_and_engine
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.errors import UsageError
-from toolkit.training.prepare import prepare
+from toolkit.training.preflight import preflight
 from toolkit.training.split_rows import _ring_problem, model_problem
 
 LENGTH = 64
@@ -61,7 +61,7 @@ def test_a_window_that_no_row_fills_is_none():
 def test_flags_that_do_not_go_with_split_rows_are_refused(flags, ranks, said):
     flags = [*ROWS, "--engine", "loop", *flags]
     with pytest.raises(UsageError, match=said):
-        prepare(flags, num_processes=1, strategies=["ulysses"], ranks={"ulysses": [ranks]})
+        preflight(flags, num_processes=1, strategies=["ulysses"], ranks={"ulysses": [ranks]})
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import torch
 from small_models import small_of
 
 from toolkit.configs.proven_models import PROVEN_MODELS
-from toolkit.data.order import Collator
 from toolkit.data.packing import packed_row
+from toolkit.data.sampling_order import Collator
 from toolkit.engines.pipelining.cutting import LOSS_ONLY
 from toolkit.errors import UsageError
 from toolkit.training.speed import UNMASKED, Speed, attention, layers, lean_batches

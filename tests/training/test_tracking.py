@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from toolkit.errors import UsageError
 from toolkit.training import tracking
-from toolkit.training.tracking import TRACKERS, asked_trackers, keep_local
+from toolkit.training.tracking import TRACKERS, keep_local, requested_trackers
 
 OWN_SUMMARY = {"train/train_runtime", "train/train_loss", "train/total_flos"}
 """Some of what the Trainer alone adds at its end."""
@@ -81,27 +81,27 @@ def netrc(home, host):
 @pytest.mark.parametrize("nothing", [None, [], "none", ["none"]])
 def test_nothing_is_reported_unless_it_is_asked(nothing, variables, tmp_path):
     before = dict(variables)
-    assert asked_trackers(nothing, engine="loop") == []
+    assert requested_trackers(nothing, engine="loop") == []
     assert keep_local([], tmp_path / "out") == []
     assert variables == before
 
 
 @pytest.mark.parametrize("engine", ["trainer", "loop"])
 def test_names_are_taken_once_and_all_is_what_both_engines_have(engine, variables, monkeypatch):
-    assert asked_trackers(["mlflow", "tensorboard", "mlflow"], engine=engine) == [
+    assert requested_trackers(["mlflow", "tensorboard", "mlflow"], engine=engine) == [
         "mlflow",
         "tensorboard",
     ]
-    assert asked_trackers("all", engine=engine) == list(TRACKERS)
+    assert requested_trackers("all", engine=engine) == list(TRACKERS)
     monkeypatch.setattr(
         tracking,
         "find_spec",
         lambda name: SimpleNamespace(origin="x") if name == "trackio" else None,
     )
-    assert asked_trackers(["all"], engine=engine) == ["trackio"]
+    assert requested_trackers(["all"], engine=engine) == ["trackio"]
     monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"--report_to all: none of the packages is installed"):
-        asked_trackers(["all"], engine=engine)
+        requested_trackers(["all"], engine=engine)
 
 
 @pytest.mark.parametrize(
@@ -115,17 +115,17 @@ def test_names_are_taken_once_and_all_is_what_both_engines_have(engine, variable
 )
 def test_names_that_do_not_fit_are_refused(names, engine, said, variables):
     with pytest.raises(UsageError, match=said):
-        asked_trackers(names, engine=engine)
+        requested_trackers(names, engine=engine)
 
 
 def test_what_only_the_trainer_has_is_left_to_it(variables):
-    assert asked_trackers("comet_ml", engine="trainer") == ["comet_ml"]
+    assert requested_trackers("comet_ml", engine="trainer") == ["comet_ml"]
 
 
 def test_a_missing_package_is_named_with_the_way_to_get_it(variables, monkeypatch):
     monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     with pytest.raises(UsageError) as error:
-        asked_trackers(["wandb", "mlflow"], engine="loop")
+        requested_trackers(["wandb", "mlflow"], engine="loop")
     assert str(error.value) == (
         "--report_to wandb mlflow: none of the packages is installed. pip install wandb mlflow, "
         "or pip install '.[trackers]' for tensorboard, wandb, trackio, mlflow."
@@ -197,9 +197,9 @@ def test_wandb_goes_online_only_where_it_would_not_ask(
     variables["WANDB_MODE"] = "online"
     if asks:
         with pytest.raises(UsageError, match="Set WANDB_API_KEY, run `wandb login`"):
-            asked_trackers("wandb", engine="trainer")
+            requested_trackers("wandb", engine="trainer")
     else:
-        assert asked_trackers("wandb", engine="trainer") == ["wandb"]
+        assert requested_trackers("wandb", engine="trainer") == ["wandb"]
 
 
 def test_settings_of_the_current_folder_are_still_found(variables, tmp_path):

@@ -1,18 +1,26 @@
-"""Diagnosis: of all failures in a log the one that came first, its cause and its fix."""
+"""Diagnosis: of all failures in a log the one that came first, its cause and its fix.
+
+It is read from the log of any script, or from the folder of one run of the toolkit.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from toolkit.causes.failures import Exit, Failure, Log, read_failures
-from toolkit.causes.lines import Line, lines_of
+from toolkit.causes.lines import Line, lines_of, read_lines
 from toolkit.causes.table import Cause, Kind, cause_named, causes, find_cause, is_echo, phases
+from toolkit.errors import UsageError
+from toolkit.escaping import listed
 from toolkit.launching.outcome import ERROR_LINE, shorten
+from toolkit.launching.status import RankStatus
 
 OUT_OF_MEMORY: Final = ("cuda-out-of-memory", "host-out-of-memory")
 
@@ -28,7 +36,7 @@ ORDER: Final[dict[Kind, int]] = {
     **{"outside": -1, "error": 0, "line": 0, "slow": 0, "doubtful": 0},
     **{"waiting": 2, "echo": 3},
 }
-"""What is looked at first. A process that the launcher saw die by a signal stands at 1."""
+"""The order in which failures are looked at; a process that died by a signal stands at 1."""
 
 SEQUENCE: Final = re.compile(r"\bSeqNum=(\d+)")
 """Number of a collective, counted by each rank by itself."""
@@ -275,9 +283,7 @@ def _with_missing(text: str, waited: Sequence[_Match], log: Log) -> str:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
 
 
 def _lost(failure: Failure) -> Diagnosis:
@@ -385,3 +391,67 @@ def _waiting(log: Log) -> Diagnosis | None:
         fix=cause.fix,
         evidence=(f"DeepSpeed's times in all: {shown}, of bwd bwd_allreduce {reduce:,.0f} ms",),
     )
+
+
+LOG_FILE: Final = "stdout.log"
+
+
+def read_log(path: Path, *, rank: int | None = None) -> Log:
+    """Read the failures of one log file.
+
+    Raises:
+        UsageError: it may not be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return read_failures(read_lines(file, rank=rank))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from None
+
+
+def diagnose_run(statuses: Sequence[RankStatus], log: Log) -> Diagnosis | None:
+    """Return the diagnosis of a run: its ranks' own errors count before those in its log."""
+    failed = sorted((status for status in statuses if status.error), key=lambda one: one.time)
+    log.ranks |= {status.rank for status in statuses}
+    if failed:
+        log.failures = [failure for status in failed for failure in _of_status(status)]
+        log.metrics.clear()
+    if failed and failed[0].state == "usage":
+        return _wrong_input(failed[0])
+    return diagnose(log)
+
+
+def diagnose_start(
+    folder: Path, statuses: Sequence[RankStatus], *, reason: str, lines: Sequence[str]
+) -> Diagnosis | None:
+    """Return the known cause of a run that surely failed; None for an unknown one.
+
+    Args:
+        folder: It may hold the whole log.
+        reason: The failure in a sentence.
+        lines: The last lines of its log; those without an exception around them count, too.
+    """
+    file = folder / LOG_FILE
+    found = diagnose_run(statuses, read_log(file) if os.path.isfile(file) else Log())
+    if found is not None and found.is_known:
+        return found
+    return diagnose_text("\n".join([reason, *lines]))
+
+
+def _wrong_input(status: RankStatus) -> Diagnosis:
+    assert status.error is not None
+    return Diagnosis(
+        name="wrong-input",
+        text=status.error.message,
+        fix="Correct it, and start the same command again.",
+        evidence=(f"rank {status.rank}: {status.error.message}",),
+    )
+
+
+def _of_status(status: RankStatus) -> list[Failure]:
+    assert status.error is not None
+    read = read_failures(lines_of(status.error.traceback.splitlines(), rank=status.rank)).failures
+    for failure in read:
+        failure.lines = [Line(None, status.rank, line.text) for line in failure.lines]
+    message = [Line(None, status.rank, line) for line in str(status.error).splitlines()]
+    return read or [Failure(rank=status.rank, lines=message)]

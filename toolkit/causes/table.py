@@ -90,6 +90,7 @@ def phases() -> tuple[Phase, ...]:
 def line_counts(text: str) -> bool:
     """Whether a line counts without an exception around it."""
     words, pattern = _line_patterns()
+    # Words first: they are found faster than an expression, and most lines have none of them.
     return any(word in text for word in words) and pattern.search(text) is not None
 
 
@@ -99,6 +100,7 @@ def _line_patterns() -> tuple[tuple[str, ...], re.Pattern[str]]:
     patterns = [
         item.pattern for cause in causes() if cause.kind in OF_LINES for item in cause.patterns
     ]
+    # Without names: an expression takes the name of a group once, and several patterns have it.
     combined = "|".join(re.sub(r"\?P<\w+>", "?:", pattern) for pattern in patterns)
     return tuple({literal_of(pattern) for pattern in patterns}), re.compile(combined)
 

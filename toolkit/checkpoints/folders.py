@@ -1,20 +1,19 @@
 """`checkpoint-<step>` folders of a run: find them, tidy them, and remove old ones.
 
-A folder of that name was committed as a whole (see `committing`). An incomplete one is a draft with
-another name, and is never taken for a checkpoint.
+A folder of that name was committed as a whole (see `atomic_folder`). An incomplete one is a draft
+with another name, and is never taken for a checkpoint.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final
 
-from toolkit.checkpoints.committing import committed_files, recover, remove_drafts, remove_own
+from toolkit.checkpoints.atomic_folder import committed_files, recover, remove_drafts, remove_own
 from toolkit.launching.ranks import say
-from toolkit.records.manifests import is_real_folder
+from toolkit.records.manifests import checkpoint_step, is_real_folder
 
 KIND: Final = "checkpoint"
 """The value of `kind` in the manifest of a checkpoint."""
@@ -24,17 +23,11 @@ def checkpoint_folder(output_dir: Path, step: int) -> Path:
     return output_dir / f"checkpoint-{step}"
 
 
-def step_of(folder: Path) -> int | None:
-    """Return the step that a checkpoint's name says; None for other names."""
-    match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
-    return int(match[1]) if match else None
-
-
 def checkpoints_in(output_dir: Path) -> list[Path]:
     """Return the folders that are named like checkpoints, newest step first."""
     folders = filter(is_real_folder, output_dir.glob("checkpoint-*"))
-    checkpoints = [path for path in folders if step_of(path) is not None]
-    return sorted(checkpoints, key=lambda path: step_of(path) or 0, reverse=True)
+    checkpoints = [path for path in folders if checkpoint_step(path) is not None]
+    return sorted(checkpoints, key=lambda path: checkpoint_step(path) or 0, reverse=True)
 
 
 def tidy(output_dir: Path) -> None:
@@ -74,8 +67,8 @@ def rotate(
         for path in checkpoints_in(output_dir)
         if path != newest and path not in keep and _is_ours(path)
     ]
-    now = step_of(newest) or 0
-    others.sort(key=lambda path: ((step_of(path) or 0) < now, step_of(path) or 0))
+    now = checkpoint_step(newest) or 0
+    others.sort(key=lambda path: ((checkpoint_step(path) or 0) < now, checkpoint_step(path) or 0))
     for path in others[: max(0, len(others) + 1 + len(set(keep) - {newest}) - limit)]:
         # Out of sight in one move: a death in between leaves no torn checkpoint behind.
         gone = path.with_name(f".{path.name}.gone")

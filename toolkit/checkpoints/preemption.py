@@ -69,7 +69,7 @@ class Preemption:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def seconds_since_asked(self) -> float | None:
+    def seconds_since_signal(self) -> float | None:
         """Return None on a rank that got no signal itself."""
         return None if self._asked_at is None else time.monotonic() - self._asked_at
 

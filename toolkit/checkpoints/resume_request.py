@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from toolkit.checkpoints.folders import checkpoints_in, step_of
+from toolkit.checkpoints.folders import checkpoints_in
 from toolkit.errors import UsageError
+from toolkit.records.manifests import checkpoint_step
 from toolkit.records.record import RECORD_FILE
 
 LAST: Final = "last"
@@ -22,7 +23,7 @@ class ResumeRequest:
     named: Path | None = None
 
 
-def asked_checkpoint(values: Mapping[str, Any]) -> ResumeRequest | None:
+def requested_checkpoint(values: Mapping[str, Any]) -> ResumeRequest | None:
     """Return the request to resume; None for a run from the start.
 
     Raises:
@@ -46,7 +47,7 @@ def asked_checkpoint(values: Mapping[str, Any]) -> ResumeRequest | None:
             f"--resume_from_checkpoint {named} is no folder. Pass a checkpoint-<step> folder, the "
             "folder of a run, or last."
         )
-    return ResumeRequest(path.parent, path) if step_of(path) is not None else _last_in(path)
+    return ResumeRequest(path.parent, path) if checkpoint_step(path) is not None else _last_in(path)
 
 
 def folder_to_resume(resume: str | None, output_dir: str | None) -> str | None:
@@ -64,7 +65,7 @@ def folder_to_resume(resume: str | None, output_dir: str | None) -> str | None:
             "--output_dir of the run."
         )
     path = Path(named)
-    return str(path.parent if step_of(path) is not None else path)
+    return str(path.parent if checkpoint_step(path) is not None else path)
 
 
 def _named_checkpoint(resume: str | None) -> str | None:
@@ -91,6 +92,6 @@ def _refuse_a_second_start(output_dir: Path) -> None:
     if checkpoints and not (output_dir / RECORD_FILE).exists():
         raise UsageError(
             f"{output_dir} holds checkpoints of a run that was not finished, the newest of step "
-            f"{step_of(checkpoints[0])}. Pass --resume_from_checkpoint last to go on with it, or "
-            "another --output_dir."
+            f"{checkpoint_step(checkpoints[0])}. Pass --resume_from_checkpoint last to go on with "
+            "it, or another --output_dir."
         )

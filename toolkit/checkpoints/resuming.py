@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from toolkit.checkpoints.folders import KIND, checkpoints_in, shares, step_of, tidy
+from toolkit.checkpoints.folders import KIND, checkpoints_in, shares, tidy
 from toolkit.checkpoints.resume_request import ResumeRequest
-from toolkit.engines.prepared import world_rank
+from toolkit.engines.wrapped import world_rank
 from toolkit.errors import UsageError
 from toolkit.launching.ranks import rank
 from toolkit.measuring.attestation import gather_objects
-from toolkit.records.manifests import MANIFEST, Damaged, check_file, read_manifest
+from toolkit.records.manifests import MANIFEST, Damaged, check_file, checkpoint_step, read_manifest
 
 RANKS: Final = "num_processes"
-READERS: Final = "data_parallel_size"
+DATA_PARALLEL_SIZE: Final = "data_parallel_size"
 """Facts on the number of ranks, and on the number of those that read rows of their own."""
 
 WORDS: Final = {
     RANKS: "world size",
-    READERS: "number of ranks that read rows of their own",
+    DATA_PARALLEL_SIZE: "number of ranks that read rows of their own",
     "per_device_train_batch_size": "--per_device_train_batch_size",
     "gradient_accumulation_steps": "--gradient_accumulation_steps",
     "data_hash": "hash of the data's tokens",
@@ -73,8 +73,8 @@ def find_checkpoint(
         tidied = checkpoints_in(request.output_dir)
     candidates: list[Path] = gather_objects(tidied)[0]  # the same on every rank
     if request.named is not None:
-        last = step_of(request.named) or 0
-        older = [path for path in candidates if (step_of(path) or 0) < last]
+        last = checkpoint_step(request.named) or 0
+        older = [path for path in candidates if (checkpoint_step(path) or 0) < last]
         candidates = [request.named, *older]
     passed_over: list[str] = []
     for folder in candidates:
@@ -107,6 +107,7 @@ def damages(folder: Path) -> list[str]:
     manifest: dict[str, Any] = {}
     try:
         manifest = read_manifest(folder)
+        # Ranks on machines without a common file system may find folders of the same name.
         digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
         damage = _not_a_checkpoint(folder, manifest)
     except UsageError as error:
@@ -138,7 +139,7 @@ def _not_a_checkpoint(folder: Path, manifest: dict[str, Any]) -> str | None:
         or not isinstance(manifest.get("facts"), dict)
     ):
         return f"{folder} holds no checkpoint of this toolkit"
-    if step != step_of(folder):
+    if step != checkpoint_step(folder):
         return f"{folder} holds a checkpoint of step {step}, and its name says another one"
     return None
 
@@ -151,9 +152,9 @@ def _ranks_of(manifest: Mapping[str, Any]) -> int:
 def _facts_of(manifest: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's facts; older ones have the ranks that read rows as the world size."""
     facts = manifest["facts"]
-    if READERS in facts or READERS not in now:
+    if DATA_PARALLEL_SIZE in facts or DATA_PARALLEL_SIZE not in now:
         return facts
-    return facts | {READERS: facts.get(RANKS), RANKS: _ranks_of(manifest)}
+    return facts | {DATA_PARALLEL_SIZE: facts.get(RANKS), RANKS: _ranks_of(manifest)}
 
 
 def differences(
@@ -171,8 +172,8 @@ def differences(
     absent = "not told"
     if saved.get(RANKS) != now.get(RANKS):
         # One of the two numbers follows from the other.
-        same_readers = any_ranks and saved.get(READERS) == now.get(READERS)
-        left_out = RANKS if same_readers else READERS
+        same_rows_read = any_ranks and saved.get(DATA_PARALLEL_SIZE) == now.get(DATA_PARALLEL_SIZE)
+        left_out = RANKS if same_rows_read else DATA_PARALLEL_SIZE
         saved, now = ({k: v for k, v in facts.items() if k != left_out} for facts in (saved, now))
     return [
         f"{WORDS.get(name, name)} is {saved.get(name, absent)} in the {source} and "

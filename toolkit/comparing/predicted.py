@@ -6,12 +6,11 @@ from dataclasses import replace
 from typing import Any, Final, TypedDict, cast
 
 from toolkit.errors import UsageError
+from toolkit.jobs.terms import Interval
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.memory.estimate import estimate_memory, step_peak
-from toolkit.planning.memory.states import state_bytes
+from toolkit.planning.memory.estimate import estimate_memory, state_bytes, step_peak
 from toolkit.planning.of_run import RunFacts, job_of
 from toolkit.planning.speed.traffic import collectives
-from toolkit.planning.terms import Interval
 from toolkit.records.record import Model, Record
 from toolkit.records.results import Ends, Prediction, States
 
@@ -105,7 +104,7 @@ def no_prediction(reason: str | None, *, room_bytes: int | None = None) -> Predi
 
 
 def facts_of(prepared: dict[str, Any]) -> SharedFacts:
-    """Return the answer of `toolkit.training.prepare` under the names of a record."""
+    """Return the answer of `toolkit.training.preflight` under the names of a record."""
     return SharedFacts(
         model=prepared["model"],
         training=prepared["training"] | {"max_length": prepared["data"]["max_length"]},

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, cast
 
+from toolkit.backends.deepspeed_json import AUTO
 from toolkit.configs.check.documents import table
-from toolkit.configs.deepspeed import AUTO
 
 Kind = tuple[str, Callable[[Any], bool]]
 """The requirement for a value, in words and as a check."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from toolkit import environment
+from toolkit.backends import backend_of
 from toolkit.configs import ConfigOptions
 from toolkit.configs.accelerate import accelerate_config, with_groups
-from toolkit.configs.deepspeed import deepspeed_config
 from toolkit.errors import UsageError, is_full_disk
 from toolkit.files import write_text
 from toolkit.strategies import STRATEGIES, Strategy
@@ -26,10 +26,7 @@ class ConfigFiles:
 
 
 def render_configs(
-    strategy: Strategy,
-    *,
-    deepspeed_json: Path | None = None,
-    options: ConfigOptions | None = None,
+    strategy: Strategy, *, deepspeed_json: Path | None = None, options: ConfigOptions | None = None
 ) -> tuple[str, str | None]:
     """Return the text of a strategy's YAML, and of its JSON where it has one."""
     import yaml
@@ -39,20 +36,15 @@ def render_configs(
     strategy = with_groups(strategy, machines=options.num_machines or 1, replicas=options.replicas)
     strategy = strategy.with_tensor_groups(options.tensor_size)
     strategy = strategy.on_ranks(options.num_processes or strategy.num_processes)
-    text = None
-    if strategy.reads_deepspeed_json:
-        text = json.dumps(deepspeed_config(strategy, options), indent=2) + "\n"
+    config = backend_of(strategy).json_file(options)
+    text = None if config is None else json.dumps(config, indent=2) + "\n"
     launcher = accelerate_config(strategy, options, deepspeed_json)
     header = f"# {strategy.name}: {strategy.summary}\n"
     return header + yaml.safe_dump(launcher, sort_keys=False), text
 
 
 def write_configs(
-    strategy: Strategy,
-    folder: Path,
-    *,
-    options: ConfigOptions | None = None,
-    force: bool = False,
+    strategy: Strategy, folder: Path, *, options: ConfigOptions | None = None, force: bool = False
 ) -> ConfigFiles:
     """Write a strategy's files into a folder, with absolute paths inside.
 
@@ -131,7 +123,8 @@ def cached_configs(strategy: Strategy) -> ConfigFiles:
 def _check_options(strategy: Strategy, options: ConfigOptions) -> None:
     """Raise UsageError for every option that no file of the strategy has a place for."""
     misplaced: list[tuple[object, str]] = []
-    if not strategy.reads_deepspeed_json:
+    backend = backend_of(strategy)
+    if backend.json_file(ConfigOptions()) is None:
         in_json = "stands in DeepSpeed's file only: tell it to the training script"
         elsewhere = "--offload-device is DeepSpeed's: use fsdp_offload, or a strategy of ZeRO's"
         misplaced = [
@@ -139,12 +132,12 @@ def _check_options(strategy: Strategy, options: ConfigOptions) -> None:
             (options.gradient_clipping, f"--clipping {in_json}"),
             (options.offload_device, elsewhere),
         ]
-    if strategy.replicas == 1 or strategy.tensor > 1:
+    if not backend.takes_replicas():
         misplaced.append((options.replicas, "--replicas is for fsdp_hybrid: leave it out"))
-    if not strategy.is_distributed:
+    if backend.distributed_type == "NO":
         several = None if options.num_machines == 1 else options.num_machines
         misplaced.append((several, "--num-machines is for several processes: use ddp"))
-    if strategy.sharding != "rows" or strategy.tensor > 1:
+    if not backend.wraps_layers:
         misplaced.append((options.decoder_layer, "--layer is FSDP's: leave it out"))
     if findings := [finding for value, finding in misplaced if value is not None]:
         raise UsageError(f"{strategy.name}: {'; '.join(findings)}.")

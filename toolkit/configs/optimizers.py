@@ -8,7 +8,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Final
 
-from toolkit.strategies import Strategy, refuse_backend
+from toolkit.backends import backend_of
+from toolkit.strategies import Strategy
 
 DEFAULT: Final = "adamw_torch"
 
@@ -57,27 +58,16 @@ def optimizer_problem(name: str, strategy: Strategy) -> str | None:
     others = f"Use one of {', '.join(EVERYWHERE)}."
     if name not in (*EVERYWHERE, *OF_WHOLE_OR_FLAT, *OF_WHOLE):
         return f"--optim {name} is not known to train with the toolkit. {others}"
-    match strategy.backend:
-        case "single" | "ddp" | "parameter_server":
+    backend = backend_of(strategy)
+    if backend.reads_json and backend.steps_on_cpu:
+        if name in SWAPPED:
             return None
-        case "deepspeed" if strategy.offload_optimizer != "none":
-            if name in SWAPPED:
-                return None
-            return (
-                f"--optim {name} is not known to train where DeepSpeed offloads its optimizer "
-                f"({strategy.name}). Use --optim adamw_torch."
-            )
-        case "deepspeed":
-            can_step, cutter = name not in OF_WHOLE, "DeepSpeed cuts"
-        case "fsdp":
-            can_step, cutter = name in EVERYWHERE, "FSDP2 shards"
-        case "tensor":
-            can_step, cutter = name in EVERYWHERE, "tensor parallelism splits"
-        case "pipeline":
-            can_step = strategy.tensor == 1 or name in EVERYWHERE
-            cutter = "tensor parallelism splits"
-        case _:
-            refuse_backend(strategy.backend, strategy, "The table of optimizers")
-    if can_step:
+        return (
+            f"--optim {name} is not known to train where DeepSpeed offloads its optimizer "
+            f"({strategy.name}). Use --optim adamw_torch."
+        )
+    in_tensors = backend.cuts_flat and name not in OF_WHOLE
+    if not backend.cutter or in_tensors or name in EVERYWHERE:
         return None
-    return f"--optim {name} cannot step on parameters that {cutter} ({strategy.name}). {others}"
+    cut = f"parameters that {backend.cutter} ({strategy.name})"
+    return f"--optim {name} cannot step on {cut}. {others}"

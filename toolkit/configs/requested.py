@@ -13,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from toolkit.configs.deepspeed import AUTO
+from toolkit.backends import backend_of
+from toolkit.backends.deepspeed_json import AUTO
 from toolkit.configs.deepspeed_keys import mistakes_by_key
 from toolkit.errors import UsageError
 from toolkit.strategies import ALL_RANKS, DTYPES, STRATEGIES, Device, Strategy
@@ -68,8 +69,8 @@ def requested_strategy(environ: Mapping[str, str], named: Strategy | None = None
     check_left_over(environ)
     if not starts_ranks_alone(environ):
         return known_strategy(_from_environment(environ))
-    if named is None or named.has_key:
-        by_name = [name for name, strategy in STRATEGIES.items() if not strategy.has_key]
+    if named is None or backend_of(named).has_key:
+        by_name = [name for name, other in STRATEGIES.items() if not backend_of(other).has_key]
         raise UsageError(
             "The launcher's config starts ranks and names no strategy, since Accelerate has no key "
             "for it. Start toolkit.train with --strategy "
@@ -381,19 +382,9 @@ def _check_split(strategy: Strategy, dimension: str, config: Mapping[str, Any]) 
 
     `config` is DeepSpeed's, empty beside FSDP.
     """
-    zero: dict[str, Any] = config.get("zero_optimization") or {}
-    problem = None
-    if not strategy.shards_optimizer:
-        problem = "needs a ZeRO stage from 1 to 3, and the DeepSpeed config has none"
-    elif strategy.offloads:
-        problem = "is not proven with an offload, which the config asks for"
-    elif strategy.replicas > 1:
-        problem = "is not proven with hybrid sharding (parallelism_config_dp_replicate_size)"
-    elif strategy.shards_parameters and not zero.get("reduce_scatter", True):
-        # deepspeed 0.19, stage3.py: large buckets are divided by the ranks, small ones by the rows.
-        problem = "needs reduce_scatter at stage 3, or DeepSpeed divides gradients in two ways"
+    problem = backend_of(strategy).config_problem(config)
     if problem:
-        name = "ulysses" if strategy.reads_deepspeed_json else "context"
+        name = "ulysses" if dimension == "SP" else "context"
         raise UsageError(
             f"{_SPLITS[dimension]} {problem}. Use accelerate_configs/{name}.yaml, or change the "
             "config."

@@ -160,6 +160,7 @@ class Build:
         texts = rows.select_columns(columns).map(
             checked,
             batched=True,
+            # A batch of long rows could take gigabytes.
             batch_size=min(1000, max(1, BATCH_BYTES // row_size)),
             with_indices=True,
             remove_columns=columns,

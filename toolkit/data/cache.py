@@ -220,8 +220,10 @@ def _notes_file(folder: Path) -> Path:
 
 def _launch() -> str:
     """Return a text that only the ranks of one launch on one machine have in common."""
+    # All ranks of a launch on a machine have one parent: torchelastic's agent.
     alone = int(os.environ.get("WORLD_SIZE") or 1) == 1
     owner = psutil.Process(os.getpid() if alone else os.getppid())
+    # The number of a process may be given again: its start tells the two apart.
     return f"{platform.node()}-{owner.pid}-{owner.create_time():.2f}"
 
 

@@ -66,7 +66,7 @@ def shipped_templates() -> dict[str, str]:
     return {path.stem: path.read_text(encoding="utf-8") for path in sorted(SHIPPED.glob("*.jinja"))}
 
 
-def asked_template(name: str) -> Template:
+def requested_template(name: str) -> Template:
     """Return the template that `--chat_template` names: a shipped one's name, or a file.
 
     Raises:
@@ -96,7 +96,7 @@ def find_template(
         UsageError: there is no such template, or the tokenizer lacks what it needs.
     """
     if requested is not None:
-        template = asked_template(requested)
+        template = requested_template(requested)
     elif tokenizer.chat_template is not None:
         try:
             return Template(name=MODELS_OWN, text=tokenizer.get_chat_template())
@@ -107,7 +107,7 @@ def find_template(
             ) from error
     else:
         for_chats = "chatml" if _knows_chatml(tokenizer) else "roles"
-        template = asked_template("alpaca" if kind == "question and answer" else for_chats)
+        template = requested_template("alpaca" if kind == "question and answer" else for_chats)
     if template.name == "chatml" and not _knows_chatml(tokenizer):
         raise UsageError(
             "The chat template chatml needs <|im_start|> and <|im_end|>, and the tokenizer does "

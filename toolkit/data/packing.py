@@ -94,6 +94,7 @@ class FixedPacking:
             if supervised_tokens(labels):
                 add_row(rows, self.ids[start : start + self.length], labels, self.made)
             self.made += 1
+        # The rest begins the first row of the next batch.
         self.ids, self.labels = self.ids[end:], self.labels[end:]
         return rows
 

@@ -8,26 +8,28 @@ from pathlib import Path
 from typing import Final, cast
 
 from toolkit.causes.diagnosis import (
+    LOG_FILE,
     LOST,
     OUT_OF_MEMORY,
     SLOW_SHARE,
     UNKNOWN,
     Diagnosis,
+    diagnose_run,
     doubts,
+    read_log,
     slow_causes,
 )
 from toolkit.causes.failures import Log
-from toolkit.causes.from_files import LOG_FILE, diagnose_run, read_log
 from toolkit.causes.table import cause_named
 from toolkit.comparing.predicted import expect
 from toolkit.comparing.report.row_facts import baseline, measured, ratio
 from toolkit.comparing.report.words import size, size_between
-from toolkit.comparing.run.achieved import gpus_of
 from toolkit.comparing.run.folders import run_names
+from toolkit.comparing.run.rows import gpus_of
 from toolkit.doctor.finding import Finding, fail, ok, warn
 from toolkit.errors import UsageError
 from toolkit.launching.processes import is_alive
-from toolkit.launching.status import ASKED_FILE, RankStatus, read_statuses
+from toolkit.launching.status import REQUEST_FILE, RankStatus, read_statuses
 from toolkit.planning.of_run import RunFacts, job_of
 from toolkit.planning.speed.estimate import estimate_speed
 from toolkit.planning.speed.gpus import gpu
@@ -155,7 +157,7 @@ def _named(cause: str, run: str) -> str:
 def _predicted_in(folder: Path) -> Prediction | None:
     """Return the prediction for a run that left no record; None where it is not known."""
     try:
-        content = json.loads((folder / STATUS / ASKED_FILE).read_text(encoding="utf-8"))
+        content = json.loads((folder / STATUS / REQUEST_FILE).read_text(encoding="utf-8"))
         return expect(cast("RunFacts", content))
     except (OSError, ValueError, KeyError, TypeError):
         return None  # of a script, or of a release before

@@ -9,9 +9,7 @@ from typing import Final
 
 from toolkit.doctor.driver import Driver, GpuState, has_nvidia_device
 from toolkit.doctor.finding import Finding, fail, ok, warn
-from toolkit.environment import PREFER_CUDNN, TorchBuild
-
-GIB: Final = 2**30
+from toolkit.environment import GIB, PREFER_CUDNN, TorchBuild
 
 LEAST_DRIVERS: Final = {11: 450, 12: 525, 13: 580}
 """By major version of CUDA: the first driver that runs all of its minor versions. From the table in

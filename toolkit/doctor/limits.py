@@ -11,9 +11,7 @@ from typing import Final
 
 from toolkit import environment
 from toolkit.doctor.finding import Finding, ok, warn
-
-GIB: Final = 2**30
-MIB: Final = 2**20
+from toolkit.environment import GIB, MIB
 
 SHARED_MEMORY: Final = "/dev/shm"
 LEAST_SHARED: Final = GIB
@@ -23,7 +21,7 @@ LEAST_SHARED: Final = GIB
 INFINIBAND: Final = Path("/sys/class/infiniband")
 
 LEAST_FILES: Final = 1024
-"""What Linux gives by default, and enough for the sockets and libraries of a rank."""
+"""Linux's default, and enough for the sockets and libraries of a rank."""
 
 REHEARSED_RANKS: Final = 2
 """Ranks of the bundled configs."""

@@ -1,16 +1,22 @@
 """The backend of a prepared model, or of a strategy.
 
-A new backend is a module beside this one with a subclass of `Backend`, its `Traits`, and an entry
-in each of the functions below.
+A new backend is a module beside this one with a subclass of `Backend`, its `BackendSpec`, and an
+entry in each of the functions below.
 
 Checked against torch 2.11 to 2.15, accelerate 1.15 and deepspeed 0.19. DeepSpeed has no public way
 to its partitions (DeepSpeed#3367 asks for one), so their names stand in this room and nowhere else;
 tests/test_every_strategy.py, which counts every byte, fails when they move.
+
+Forwards between two optimizer steps leave no trace in the training: modes, torch's random numbers
+and an engine's memory of its last passes are restored, so losses and collectives of the next step
+equal those of a training without such forwards.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +33,7 @@ from toolkit.engines import (
     tensor_parallel,
     ulysses,
 )
-from toolkit.engines.base import Backend, Traits
+from toolkit.engines.base import Backend, BackendSpec
 from toolkit.errors import UsageError
 from toolkit.strategies import Strategy, refuse_backend
 
@@ -40,8 +46,8 @@ def backend_of(model: torch.nn.Module) -> Backend:
     """
     if pipeline.is_cut(model):
         return pipeline.Pipelined(model)
-    if parameter_server.is_served(model):
-        return parameter_server.Served(model)
+    if parameter_server.has_server(model):
+        return parameter_server.ParameterServer(model)
     if tensor_parallel.group_size(model) > 1:
         return tensor_parallel.TensorParallel(model)
     if context.is_split(model):
@@ -60,8 +66,8 @@ def backend_of(model: torch.nn.Module) -> Backend:
     return ddp.Replicated(model)
 
 
-def traits_of(strategy: Strategy, num_processes: int) -> Traits:
-    """Return the traits of a strategy's backend, which are known before a model exists.
+def spec_of(strategy: Strategy, num_processes: int) -> BackendSpec:
+    """Return the spec of a strategy's backend, which is known before a model exists.
 
     Raises:
         UsageError: no engine here knows the strategy's backend.
@@ -70,35 +76,35 @@ def traits_of(strategy: Strategy, num_processes: int) -> Traits:
         case "single":
             return ddp.SINGLE
         case "ddp":
-            return ddp.TRAITS
+            return ddp.SPEC
         case "deepspeed":
-            return deepspeed.SPLIT_TRAITS if strategy.splits_rows else deepspeed.TRAITS
+            return deepspeed.SEQUENCE_PARALLEL_SPEC if strategy.splits_rows else deepspeed.SPEC
         case "fsdp":
-            return fsdp2.traits_of(strategy)
+            return fsdp2.spec_of(strategy)
         case "tensor":
-            return tensor_parallel.traits_of(strategy, num_processes)
+            return tensor_parallel.spec_of(strategy, num_processes)
         case "pipeline":
-            return pipeline.traits_of(strategy, num_processes)
+            return pipeline.spec_of(strategy, num_processes)
         case "parameter_server":
-            return parameter_server.TRAITS
+            return parameter_server.SPEC
         case _:
             refuse_backend(strategy.backend, strategy, "A rank")
 
 
-def prepare(
+def wrap(
     accelerator: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: Any
 ) -> tuple[Any, Any, Any]:
     """Return model, optimizer and data loader, ready to be trained with by every rank."""
-    if pipeline.is_asked(model):
-        return pipeline.prepare(accelerator, model, optimizer, loader)
-    if parameter_server.is_asked(model):
-        return parameter_server.prepare(accelerator, model, optimizer, loader)
+    if pipeline.is_requested(model):
+        return pipeline.wrap(accelerator, model, optimizer, loader)
+    if parameter_server.is_requested(model):
+        return parameter_server.wrap(accelerator, model, optimizer, loader)
     if tensor_parallel.group_size(model) > 1:
-        return tensor_parallel.prepare(accelerator, model, optimizer, loader)
-    if context.is_asked(accelerator):
-        return context.prepare(accelerator, model, optimizer, loader)
-    if ulysses.is_asked(accelerator):
-        return ulysses.prepare(accelerator, model, optimizer, loader)
+        return tensor_parallel.wrap(accelerator, model, optimizer, loader)
+    if context.is_requested(accelerator):
+        return context.wrap(accelerator, model, optimizer, loader)
+    if ulysses.is_requested(accelerator):
+        return ulysses.wrap(accelerator, model, optimizer, loader)
     return accelerator.prepare(model, optimizer, loader)
 
 
@@ -126,3 +132,34 @@ def strategy_of_plugins(deepspeed: Any, fsdp: Any, parallelism: Any = None) -> S
         environ=os.environ,
         replicas=replicas,
     )
+
+
+class NotBetweenSteps(RuntimeError):
+    """A forward was requested while gradients of an open step wait in the model."""
+
+
+@contextmanager
+def side_effect_free(accelerator: Any, model: Any) -> Iterator[None]:
+    """Let the wrapped model run forward without gradients and dropout; every rank calls it.
+
+    Raises:
+        NotBetweenSteps: gradients are being accumulated.
+    """
+    if not accelerator.sync_gradients:
+        raise NotBetweenSteps(
+            "The model can be evaluated between two optimizer steps, not while gradients of one "
+            "are being accumulated."
+        )
+    modes = [(module, module.training) for module in model.modules()]
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    model.eval()
+    try:
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices=devices),
+            backend_of(model).preserve_engine_state(),
+        ):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,4 +1,4 @@
-"""The interface of a backend, and its traits, which are known before a model exists.
+"""The interface of a backend, and its spec, which is known before a model exists.
 
 Under every backend but DeepSpeed the training loop accumulates, clips and steps on the model's own
 parameters, as Accelerate prescribes. The methods of `Backend` describe that case, and a backend
@@ -18,7 +18,6 @@ import torch
 
 from toolkit.engines.hooks import Undo, nothing
 from toolkit.engines.optimizers import optimizer_of, pending_scale, states_held, watch_optimizer
-from toolkit.engines.prepared import Prepared, world_rank, world_size
 from toolkit.engines.tensors import (
     copies_of,
     first_row,
@@ -29,17 +28,18 @@ from toolkit.engines.tensors import (
     is_spread,
     local,
     named_parameters,
-    piece_of,
     scales_held,
     shape_of,
+    shard_of,
     storage_bytes,
     sum_of_squares,
 )
+from toolkit.engines.wrapped import Wrapped, world_rank, world_size
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from toolkit.records.fields import PipelineSlots, Serving
+    from toolkit.records.fields import PipelineSlots, ServerExchange
 
 Parameter = Any
 """A `torch.nn.Parameter`. DeepSpeed gives it attributes of its own, which no type declares."""
@@ -49,8 +49,8 @@ Within = Callable[[Literal["backward", "step"]], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traits:
-    """The effects of a strategy's backend on any model, which must engage."""
+class BackendSpec:
+    """The facts of a strategy's backend that hold for any model, and that every run verifies."""
 
     distributed_type: str
     """Accelerate's name for it, a member of its `DistributedType`."""
@@ -94,21 +94,21 @@ class Backend(ABC):
     """Whether one rank holds the optimizer's states and the averaged gradients, and the others
     take the stepped weights from it."""
 
-    splits_rows: bool = False
-    """Whether several ranks share each row, a piece each."""
+    sequence_parallel: bool = False
+    """Whether several ranks share each row, a shard of its tokens each."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model: Any = model
 
-    # Engaged settings
+    # Settings that took effect
 
     @abstractmethod
     def gathers_in_forward(self) -> bool:
         """Whether ranks wait for each other's parameters within forward."""
 
     @abstractmethod
-    def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
-        """Return the facts of an attestation that this backend knows before the first step."""
+    def actual_settings(self, accelerator: Accelerator) -> dict[str, Any]:
+        """Return the settings that took effect, as far as they are known before the first step."""
 
     def unused_parameters(self, output: Any) -> list[str] | None:
         """Return the trained parameters that the output of a forward does not depend on.
@@ -133,16 +133,19 @@ class Backend(ABC):
         """Return this rank's index among the ranks that read their own rows."""
         return world_rank()
 
-    def sharing_groups(self) -> tuple[str, ...]:
-        """Return the names of the groups with which this rank shares a copy of the model."""
+    def model_parallel_groups(self) -> tuple[str, ...]:
+        """Return the names of the groups with which this rank shares one copy of the model."""
         return ()
 
-    def place_in_tensor_group(self) -> int | None:
-        """Return this rank's number among those that share every matrix; None without them."""
+    def tensor_parallel_rank(self) -> int | None:
+        """Return this rank's number in its tensor-parallel group; None without one."""
         return None
 
-    def stage(self) -> int:
-        """Return this rank's number among those that send other bytes: 0 where all send alike."""
+    def traffic_group(self) -> int:
+        """Return the number of the group of ranks whose collectives must equal this rank's.
+
+        0 on every rank, except in a pipeline: each of its stages sends other tensors.
+        """
         return 0
 
     def gradient_clipping(self) -> float | None:
@@ -171,7 +174,7 @@ class Backend(ABC):
         yield from scales_held(self._model)
         yield from (local(parameter.detach()) for parameter in self._model.parameters())
 
-    def parameters_gathered(self) -> Iterator[torch.Tensor]:
+    def gathered_buffers(self) -> Iterator[torch.Tensor]:
         """Yield the buffers that whole parameters are gathered into, if separate from them."""
         yield from ()
 
@@ -183,7 +186,7 @@ class Backend(ABC):
         """Yield the gradients that this rank holds before the optimizer step."""
         yield from (local(p.grad) for p in self._model.parameters() if p.grad is not None)
 
-    def gradients_underway(self) -> Iterator[torch.Tensor]:
+    def unreduced_gradients(self) -> Iterator[torch.Tensor]:
         """Yield the whole gradients that wait to be reduced, and the buffers for reducing them."""
         yield from ()
 
@@ -198,16 +201,16 @@ class Backend(ABC):
         """
         yield from ()
 
-    def pieces(self) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
-        """Yield each parameter that other ranks may hold, too: name, numbers, and which piece.
+    def parameter_shards(self) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
+        """Yield each parameter that other ranks may hold, too: name, numbers, and which shard.
 
-        Ranks with the same piece have to hold the same numbers. The piece of a whole parameter
+        Ranks with the same shard have to hold the same numbers. The shard of a whole parameter
         is (). Partitions that no two ranks have in common are left out.
         """
         for name, parameter in named_parameters(self._model):
             if parameter.is_meta or is_partitioned(parameter):
                 continue
-            yield name, local(parameter.detach()), piece_of(parameter)
+            yield name, local(parameter.detach()), shard_of(parameter)
 
     def gradient_squares(self) -> Iterator[tuple[str, torch.Tensor | float, int]]:
         """Yield facts of this rank's part of each trained parameter's gradient, before the step.
@@ -252,7 +255,7 @@ class Backend(ABC):
 
     # One parameter whole
 
-    def whole_weight(self, parameter: Parameter) -> torch.Tensor:
+    def full_weight(self, parameter: Parameter) -> torch.Tensor:
         """Return the weights that the optimizer steps on, whole; a collective.
 
         Returns:
@@ -261,7 +264,7 @@ class Backend(ABC):
         """
         return gathered(parameter.detach())
 
-    def whole_gradient(self, parameter: Parameter) -> torch.Tensor:
+    def full_gradient(self, parameter: Parameter) -> torch.Tensor:
         """Return the gradient that the optimizer will see, before clipping; a collective.
 
         Zeros where there is none. DeepSpeed has it between the last backward and its step, the
@@ -272,7 +275,7 @@ class Backend(ABC):
         return gathered(parameter.grad.detach())
 
     @torch.no_grad()
-    def put_weight(self, parameter: Parameter, numbers: torch.Tensor) -> None:
+    def set_full_weight(self, parameter: Parameter, numbers: torch.Tensor) -> None:
         """Give a trained parameter the same numbers on every rank, in its whole shape.
 
         A collective, between two steps.
@@ -282,11 +285,11 @@ class Backend(ABC):
         """
         parameter.copy_(numbers)
 
-    def whole_parameters(self) -> Iterator[tuple[str, Parameter]]:
+    def full_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield the parameters of the whole model by name, alike on every rank.
 
-        Where other ranks alone hold one, it is on the meta device. `whole_weight`,
-        `whole_gradient` and `put_weight` take them all.
+        Where other ranks alone hold one, it is on the meta device. `full_weight`,
+        `full_gradient` and `set_full_weight` take them all.
         """
         yield from named_parameters(self._model)
 
@@ -343,18 +346,18 @@ class Backend(ABC):
         """
         return None
 
-    def piece(
+    def shard_batch(
         self, accelerator: Accelerator, batch: dict[str, torch.Tensor]
     ) -> AbstractContextManager[dict[str, torch.Tensor]]:
-        """Give what this rank's forward takes of a batch that its group has read: all of it.
+        """Return a context that gives this rank's shard of a batch; forward and backward run in it.
 
-        Where rows are split, its piece of them, with `shift_labels` beside the labels. Forward and
-        backward have to run within.
+        The shard is the whole batch, unless ranks share rows (`sequence_parallel`): then it is
+        this rank's tokens of each row, with `shift_labels` beside the labels.
         """
         return nullcontext(batch)
 
     def loss_of_rows(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss of a piece so that its mean over the ranks is that of the rows."""
+        """Return the loss of a shard so that its mean over the ranks is that of the rows."""
         return loss
 
     def splitting(self, rows: int) -> AbstractContextManager[None]:
@@ -368,15 +371,15 @@ class Backend(ABC):
         """
         return None
 
-    def serving(self) -> Serving | None:
-        """Return what a parameter server exchanges with each rank; None without one."""
+    def server_exchange(self) -> ServerExchange | None:
+        """Return the bytes that server and workers exchange; None without a parameter server."""
         return None
 
-    def undisturbed(self) -> AbstractContextManager[None]:
-        """Protect the engine's memory of its last passes from the forwards inside."""
+    def preserve_engine_state(self) -> AbstractContextManager[None]:
+        """Keep the forwards inside from changing what the engine remembers of its last passes."""
         return nullcontext()
 
-    def waiting_units(self) -> Iterator[torch.nn.Module]:
+    def fsdp_units(self) -> Iterator[torch.nn.Module]:
         """Yield the innermost modules that wait for their parameters in forward."""
         yield from ()
 
@@ -386,31 +389,31 @@ class Backend(ABC):
 
     # Checkpoints
 
-    def checkpoint_bytes(self, prepared: Prepared) -> int:
+    def checkpoint_bytes(self, wrapped: Wrapped) -> int:
         """Return the least bytes on the disk for this rank's part of a checkpoint."""
         trained = (local(p.detach()) for p in self._model.parameters() if p.requires_grad)
-        return storage_bytes([*states_held(prepared.optimizer), *trained]) // self.replicas()
+        return storage_bytes([*states_held(wrapped.optimizer), *trained]) // self.replicas()
 
-    def write_together(self, folder: Path, prepared: Prepared, *, step: int) -> None:  # noqa: B027
+    def write_together(self, folder: Path, wrapped: Wrapped, *, step: int) -> None:  # noqa: B027
         """Write the part of a checkpoint that all ranks write together; a collective."""
 
-    def write_alone(self, folder: Path, prepared: Prepared) -> None:  # noqa: B027
+    def write_alone(self, folder: Path, wrapped: Wrapped) -> None:  # noqa: B027
         """Write the part of a checkpoint that this rank writes by itself."""
 
     @abstractmethod
-    def read(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+    def read(self, folder: Path, wrapped: Wrapped, *, step: int) -> None:
         """Read model and optimizer of a checkpoint; a collective, before the first step."""
 
-    def read_model(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+    def read_model(self, folder: Path, wrapped: Wrapped, *, step: int) -> None:
         """Read the model of a checkpoint when training is over; a collective."""
-        self.read(folder, prepared, step=step)
+        self.read(folder, wrapped, step=step)
 
-    def left_out(self) -> dict[str, Any] | None:
+    def extra_state(self) -> dict[str, Any] | None:
         """Return states that the engine's own files lack, for this rank's file; None for none."""
         return None
 
-    def restore_left_out(self, left_out: dict[str, Any] | None) -> None:  # noqa: B027
-        """Restore the states that `left_out` returned, after `read`."""
+    def load_extra_state(self, state: dict[str, Any] | None) -> None:  # noqa: B027
+        """Restore the states that `extra_state` returned, after `read`."""
 
     def trainer_saves_whole(self) -> bool:
         """Whether the stock Trainer's save of a model has the weights (transformers 5.23)."""

@@ -15,8 +15,8 @@ import torch
 
 from toolkit.engines.fsdp2 import FSDP2
 from toolkit.engines.on_cpu import register_ring
-from toolkit.engines.prepared import rows_of_rank, world_rank, world_size
 from toolkit.engines.rows import Batch, rows_to_split
+from toolkit.engines.wrapped import rows_of_rank, world_rank, world_size
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -25,7 +25,7 @@ _MESH = "_ranks_that_share_rows"
 """Attribute of a prepared model."""
 
 
-def is_asked(accelerator: Any) -> bool:
+def is_requested(accelerator: Any) -> bool:
     return getattr(accelerator.parallelism_config, "cp_size", 1) > 1
 
 
@@ -37,13 +37,13 @@ def is_split(model: Any) -> bool:
 class Context(FSDP2):
     """A model of FSDP2 whose keys and values go around a ring."""
 
-    splits_rows = True
+    sequence_parallel = True
     # Accelerate's hook asks for a causal mask in every forward, which a last token alone reads as
     # that of the first (accelerate 1.15, `_attach_context_parallel_hooks`).
     caches_in_generation = False
 
-    def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
-        return super().engaged(accelerator) | {"model_split_by": f"context {self._size}"}
+    def actual_settings(self, accelerator: Accelerator) -> dict[str, Any]:
+        return super().actual_settings(accelerator) | {"model_split_by": f"context {self._size}"}
 
     @property
     def _mesh(self) -> Any:
@@ -53,7 +53,7 @@ class Context(FSDP2):
     def _size(self) -> int:
         return int(self._mesh.size())
 
-    def sharing_groups(self) -> tuple[str, ...]:
+    def model_parallel_groups(self) -> tuple[str, ...]:
         return (str(self._mesh.get_group().group_name),)
 
     def data_parallel_size(self) -> int:
@@ -63,11 +63,11 @@ class Context(FSDP2):
         return world_rank() // self._size
 
     def backward(self, accelerator: Accelerator, loss: torch.Tensor, *, micro_batches: int) -> None:
-        # FSDP2 averages over all ranks, and those of a group have a piece of the loss each.
+        # FSDP2 averages over all ranks, and those of a group have a shard of the loss each.
         super().backward(accelerator, loss * self._size, micro_batches=micro_batches)
 
     @contextmanager
-    def piece(self, accelerator: Accelerator, batch: Batch) -> Iterator[Batch]:
+    def shard_batch(self, accelerator: Accelerator, batch: Batch) -> Iterator[Batch]:
         # Cut in place, and never put together again.
         rows = {n: t.clone() for n, t in rows_to_split(batch, 2 * self._size).items()}
         buffers = list(rows.values())
@@ -82,7 +82,7 @@ class Context(FSDP2):
         return loss * self._size
 
 
-def prepare(
+def wrap(
     accelerator: Accelerator, model: Any, optimizer: torch.optim.Optimizer, loader: Any
 ) -> tuple[Any, Any, Any]:
     """Prepare a model and its rows for training, as `Accelerator.prepare` does for others."""
@@ -92,10 +92,6 @@ def prepare(
     mesh: Any = accelerator.torch_device_mesh
     setattr(wrapped, _MESH, mesh["cp"])
     backend = Context(wrapped)
-    rows = rows_of_rank(
-        accelerator,
-        loader,
-        readers=backend.data_parallel_size(),
-        reader=backend.data_parallel_rank(),
-    )
+    place, ranks = backend.data_parallel_rank(), backend.data_parallel_size()
+    rows = rows_of_rank(accelerator, loader, place=place, of=ranks)
     return wrapped, optimizer, rows

@@ -12,18 +12,18 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
-from toolkit.engines.base import Backend, Traits
+from toolkit.engines.base import Backend, BackendSpec
 from toolkit.engines.masters import masters_of
 from toolkit.engines.optimizers import optimizer_of
-from toolkit.engines.prepared import Prepared, amp_precision, split_by, world_size
 from toolkit.engines.tensors import is_spread, state_tensors
+from toolkit.engines.wrapped import Wrapped, amp_precision, split_by, world_size
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-SINGLE: Final = Traits(distributed_type="NO", wrapper="none", reduces="nothing")
+SINGLE: Final = BackendSpec(distributed_type="NO", wrapper="none", reduces="nothing")
 
-TRAITS: Final = Traits(
+SPEC: Final = BackendSpec(
     distributed_type="MULTI_GPU", wrapper="DistributedDataParallel", reduces="weights' dtype"
 )
 
@@ -34,13 +34,13 @@ OPTIMIZER: Final = "optimizer.pt"
 class Replicated(Backend):
     """A model in DDP's wrapper, or in none.
 
-    DDP's buckets that are no views belong to C++, so `gradients_underway` cannot see them.
+    DDP's buckets that are no views belong to C++, so `unreduced_gradients` cannot see them.
     """
 
     def gathers_in_forward(self) -> bool:
         return False
 
-    def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
+    def actual_settings(self, accelerator: Accelerator) -> dict[str, Any]:
         # Tensor parallelism leaves DTensors in a model without a wrapper.
         meshes = [p.device_mesh.size() for p in self._model.parameters() if is_spread(p)]
         return {
@@ -95,13 +95,13 @@ class Replicated(Backend):
     def masters_held(self) -> Iterator[torch.Tensor]:
         yield from masters_of(self._model.parameters())
 
-    def whole_weight(self, parameter: Any) -> torch.Tensor:
+    def full_weight(self, parameter: Any) -> torch.Tensor:
         for master in masters_of([parameter]):
             return master
-        return super().whole_weight(parameter)
+        return super().full_weight(parameter)
 
     @torch.no_grad()
-    def put_weight(self, parameter: Any, numbers: torch.Tensor) -> None:
+    def set_full_weight(self, parameter: Any, numbers: torch.Tensor) -> None:
         for held in (parameter, *masters_of([parameter])):
             held.copy_(numbers)
 
@@ -110,7 +110,7 @@ class Replicated(Backend):
         return getattr(self._model, "require_backward_grad_sync", None)
 
     @contextmanager
-    def undisturbed(self) -> Iterator[None]:
+    def preserve_engine_state(self) -> Iterator[None]:
         # DDP (torch 2.13) leaves out its broadcast of buffers after a forward without gradients.
         syncs_buffers = getattr(self._model, "require_forward_param_sync", None)
         try:
@@ -121,37 +121,37 @@ class Replicated(Backend):
 
     # Checkpoints: rank 0 writes model and optimizer whole
 
-    def checkpoint_bytes(self, prepared: Prepared) -> int:
-        if not prepared.accelerator.is_main_process:
+    def checkpoint_bytes(self, wrapped: Wrapped) -> int:
+        if not wrapped.accelerator.is_main_process:
             return 0
-        return super().checkpoint_bytes(prepared)
+        return super().checkpoint_bytes(wrapped)
 
-    def write_alone(self, folder: Path, prepared: Prepared) -> None:
-        if not prepared.accelerator.is_main_process:
+    def write_alone(self, folder: Path, wrapped: Wrapped) -> None:
+        if not wrapped.accelerator.is_main_process:
             return
-        model = prepared.unwrapped
-        if prepared.trains_adapters_alone:
+        model = wrapped.unwrapped
+        if wrapped.trains_adapters_alone:
             held = state_tensors(model, trained_only=True)
             contiguous = {name: tensor.contiguous() for name, tensor in held.items()}
             save_file(contiguous, folder / WEIGHTS)
         else:
             save_model(model, str(folder / WEIGHTS), metadata={"format": "pt"})
-        torch.save(optimizer_of(prepared.optimizer).state_dict(), folder / OPTIMIZER)
+        torch.save(optimizer_of(wrapped.optimizer).state_dict(), folder / OPTIMIZER)
 
-    def read(self, folder: Path, prepared: Prepared, *, step: int) -> None:
-        self._read_weights(folder, prepared)
+    def read(self, folder: Path, wrapped: Wrapped, *, step: int) -> None:
+        self._read_weights(folder, wrapped)
         states = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
-        optimizer_of(prepared.optimizer).load_state_dict(states)
+        optimizer_of(wrapped.optimizer).load_state_dict(states)
 
-    def read_model(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+    def read_model(self, folder: Path, wrapped: Wrapped, *, step: int) -> None:
         if any(True for _ in self.masters_held()):  # they are in the optimizer's file
-            self.read(folder, prepared, step=step)
+            self.read(folder, wrapped, step=step)
         else:
-            self._read_weights(folder, prepared)
+            self._read_weights(folder, wrapped)
 
-    def _read_weights(self, folder: Path, prepared: Prepared) -> None:
-        model = prepared.unwrapped
-        if not prepared.trains_adapters_alone:
+    def _read_weights(self, folder: Path, wrapped: Wrapped) -> None:
+        model = wrapped.unwrapped
+        if not wrapped.trains_adapters_alone:
             load_model(model, folder / WEIGHTS)
             return
         saved = load_file(folder / WEIGHTS)

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from toolkit.engines.base import Backend, Traits, Within
+from toolkit.engines.base import Backend, BackendSpec, Within
 from toolkit.engines.deepspeed_gaps import count_again, restore_swapped, swapped_state
 from toolkit.engines.fsdp_shards import GETATTR, member_of
-from toolkit.engines.hooks import Undo, stand_in, surround
+from toolkit.engines.hooks import Undo, replace_method, wrap_method
 from toolkit.engines.optimizers import optimizer_of, states_held
-from toolkit.engines.prepared import Prepared, split_by, world_size
 from toolkit.engines.tensors import (
     has_rows,
     heaviest_row,
@@ -32,6 +31,7 @@ from toolkit.engines.tensors import (
     sum_of_squares,
     tensors_in,
 )
+from toolkit.engines.wrapped import Wrapped, split_by, world_size
 from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -49,15 +49,24 @@ def _watch_builds(took: Callable[[float], object]) -> Undo:
     @contextmanager
     def timed() -> Iterator[None]:
         begun = time.perf_counter()
+        _ask_once_for_the_cpu()
         try:
             yield
         finally:
             took(time.perf_counter() - begun)
 
-    return surround(OpBuilder, "jit_load", timed)
+    return wrap_method(OpBuilder, "jit_load", timed)
 
 
-TRAITS: Final = Traits(
+def _ask_once_for_the_cpu() -> None:
+    """Keep py-cpuinfo's answer: it starts a process for each, and a builder asks several times."""
+    import cpuinfo  # as DeepSpeed does: late, since its import starts processes, too
+
+    if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
+        cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+
+
+SPEC: Final = BackendSpec(
     distributed_type="DEEPSPEED",
     wrapper="DeepSpeedEngine",
     masters_in_fp32=True,
@@ -65,7 +74,7 @@ TRAITS: Final = Traits(
     watch_builds=_watch_builds,
 )
 
-SPLIT_TRAITS: Final = replace(TRAITS, reduces="fp32")
+SEQUENCE_PARALLEL_SPEC: Final = replace(SPEC, reduces="fp32")
 """With rows that ranks share: `seq_parallel_communication_data_type` is fp32 where nothing is said
 (deepspeed 0.19, runtime/constants.py)."""
 
@@ -77,7 +86,7 @@ _TRACE: Final = tuple(
 
 
 def is_engine(model: Any) -> bool:
-    """Whether a model is wrapped by DeepSpeed, told without importing it."""
+    """Whether DeepSpeed wraps a model; DeepSpeed itself is not imported for the answer."""
     return hasattr(model, "zero_optimization_stage")
 
 
@@ -94,7 +103,7 @@ class DeepSpeed(Backend):
     def gathers_in_forward(self) -> bool:
         return any(map(is_partitioned, self._model.parameters()))
 
-    def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
+    def actual_settings(self, accelerator: Accelerator) -> dict[str, Any]:
         engine, zero = self._model, self._zero
         states_on_cpu = any(getattr(zero, n, False) for n in ("offload_optimizer", "cpu_offload"))
         bf16, fp16 = engine.bfloat16_enabled(), engine.fp16_enabled()
@@ -150,7 +159,7 @@ class DeepSpeed(Backend):
             if master.grad is not None:
                 yield master.grad
 
-    def gradients_underway(self) -> Iterator[torch.Tensor]:
+    def unreduced_gradients(self) -> Iterator[torch.Tensor]:
         for bucket in getattr(self._zero, "ipg_buckets", {}).values():
             yield from tensors_in(bucket.buffer)
         # With offload, gradients on their way to the host.
@@ -245,7 +254,7 @@ class DeepSpeed(Backend):
 
     # One parameter whole
 
-    def whole_weight(self, parameter: Any) -> torch.Tensor:
+    def full_weight(self, parameter: Any) -> torch.Tensor:
         # In fp32 a parameter has its master's numbers, and is cheaper to gather.
         if parameter.requires_grad and parameter.dtype != torch.float32:
             from deepspeed.utils import safe_get_full_fp32_param
@@ -255,7 +264,7 @@ class DeepSpeed(Backend):
                 return master.detach()
         return joined(parameter)
 
-    def whole_gradient(self, parameter: Any) -> torch.Tensor:
+    def full_gradient(self, parameter: Any) -> torch.Tensor:
         gradient = parameter.grad
         if parameter.requires_grad:
             from deepspeed.utils import safe_get_full_grad
@@ -264,7 +273,7 @@ class DeepSpeed(Backend):
         return torch.zeros(shape_of(parameter)) if gradient is None else gradient.detach()
 
     @torch.no_grad()
-    def put_weight(self, parameter: Any, numbers: torch.Tensor) -> None:
+    def set_full_weight(self, parameter: Any, numbers: torch.Tensor) -> None:
         from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
         # The weight for computing, and the fp32 master that the optimizer steps on.
@@ -292,13 +301,13 @@ class DeepSpeed(Backend):
             yield
             after()
 
-        return surround(self._model, "step", step)
+        return wrap_method(self._model, "step", step)
 
     def watch_passes(self, within: Within) -> Undo:
         # ZeRO-1 and 2 reduce their last bucket when autograd is done.
         hooks = ExitStack()
         for name in ("backward", "step"):
-            hooks.callback(surround(self._model, name, functools.partial(within, name)))
+            hooks.callback(wrap_method(self._model, name, functools.partial(within, name)))
         return hooks.close
 
     def skipped(self, optimizer: Any) -> torch.Tensor | bool | None:
@@ -315,7 +324,7 @@ class DeepSpeed(Backend):
         accelerator.backward(loss, scale_wrt_gas=False)
 
     @contextmanager
-    def undisturbed(self) -> Iterator[None]:
+    def preserve_engine_state(self) -> Iterator[None]:
         """Keep ZeRO-3's trace of a training step from forwards that no backward follows.
 
         It would find them to differ, forget the trace, and train the next step without prefetching;
@@ -341,32 +350,32 @@ class DeepSpeed(Backend):
 
     # Checkpoints: the engine's own files
 
-    def checkpoint_bytes(self, prepared: Prepared) -> int:
-        return storage_bytes([*states_held(prepared.optimizer), *self.masters_held()])
+    def checkpoint_bytes(self, wrapped: Wrapped) -> int:
+        return storage_bytes([*states_held(wrapped.optimizer), *self.masters_held()])
 
-    def write_together(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+    def write_together(self, folder: Path, wrapped: Wrapped, *, step: int) -> None:
         self._model.save_checkpoint(
             str(folder),
             tag=engine_tag(step),
-            exclude_frozen_parameters=prepared.trains_adapters_alone,
+            exclude_frozen_parameters=wrapped.trains_adapters_alone,
         )
 
-    def read(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+    def read(self, folder: Path, wrapped: Wrapped, *, step: int) -> None:
         # With a tag: without one, DeepSpeed starts from the beginning if `latest` is missing.
         with reads_without_code(self._model.checkpoint_engine):
             path, _ = self._model.load_checkpoint(
                 str(folder),
                 tag=engine_tag(step),
-                load_module_strict=not prepared.trains_adapters_alone,
+                load_module_strict=not wrapped.trains_adapters_alone,
             )
         if path is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint of its own in {folder}")
 
-    def left_out(self) -> dict[str, Any] | None:
+    def extra_state(self) -> dict[str, Any] | None:
         return swapped_state(self._zero)
 
-    def restore_left_out(self, left_out: dict[str, Any] | None) -> None:
-        restore_swapped(self._zero, left_out)
+    def load_extra_state(self, state: dict[str, Any] | None) -> None:
+        restore_swapped(self._zero, state)
         count_again(self._zero)
 
     def trainer_saves_whole(self) -> bool:
@@ -402,7 +411,7 @@ def reads_without_code(checkpoint_engine: Any) -> Generator[None]:
                 "you trust."
             ) from error
 
-    undo = stand_in(checkpoint_engine, "load", load)
+    undo = replace_method(checkpoint_engine, "load", load)
     try:
         yield
     finally:

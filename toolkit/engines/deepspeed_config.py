@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from toolkit.backends.deepspeed_json import NVME_PATH, FittedConfig, fit_to_run
 from toolkit.configs.check.deepspeed_file import section_mistakes
-from toolkit.configs.deepspeed import NVME_PATH, FittedConfig, fit_to_run
 from toolkit.configs.requested import DEEPSPEED_FILE, INLINE_FIELDS, read_deepspeed_config
 from toolkit.environment import check_installed, has_compiler
 from toolkit.errors import UsageError

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-from toolkit.engines.base import Backend, Traits
+from toolkit.engines.base import Backend, BackendSpec
 from toolkit.engines.optimizers import optimizer_of
-from toolkit.engines.prepared import Prepared, amp_precision, split_by
 from toolkit.engines.tensors import is_spread, local, put_part, state_tensors, tensors_in
+from toolkit.engines.wrapped import Wrapped, amp_precision, split_by
 from toolkit.strategies import Strategy
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 SHARDS: Final = "sharded"
 
 
-def traits_of(strategy: Strategy) -> Traits:
-    return Traits(
+def spec_of(strategy: Strategy) -> BackendSpec:
+    return BackendSpec(
         distributed_type="FSDP",
         wrapper="FSDPModule",
         reduces="computed dtype",
@@ -38,7 +38,7 @@ class FSDP2(Backend):
     def gathers_in_forward(self) -> bool:
         return True
 
-    def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
+    def actual_settings(self, accelerator: Accelerator) -> dict[str, Any]:
         policy = next(_groups(self._model)).offload_policy
         place = "cpu" if isinstance(policy, CPUOffloadPolicy) else "none"
         facts: dict[str, Any] = {
@@ -83,7 +83,7 @@ class FSDP2(Backend):
         return policy.reduce_dtype or policy.param_dtype or super().reduce_dtype()
 
     def has_reduced(self) -> bool | None:
-        return next(self.gradients_underway(), None) is None
+        return next(self.unreduced_gradients(), None) is None
 
     def replicas(self) -> int:
         parameter = next(self._model.parameters())
@@ -93,12 +93,12 @@ class FSDP2(Backend):
 
     # Tensors that a rank holds
 
-    def parameters_gathered(self) -> Iterator[torch.Tensor]:
+    def gathered_buffers(self) -> Iterator[torch.Tensor]:
         # Between uses their storages have no size.
         for parameter in self._fsdp_parameters():
             yield from parameter.all_gather_outputs
 
-    def gradients_underway(self) -> Iterator[torch.Tensor]:
+    def unreduced_gradients(self) -> Iterator[torch.Tensor]:
         for parameter in self._fsdp_parameters():
             unsharded = getattr(parameter, "_unsharded_param", None)  # from its first use on
             gradients = [parameter.unsharded_accumulated_grad, getattr(unsharded, "grad", None)]
@@ -121,13 +121,13 @@ class FSDP2(Backend):
     # One parameter whole
 
     @torch.no_grad()
-    def put_weight(self, parameter: Any, numbers: torch.Tensor) -> None:
+    def set_full_weight(self, parameter: Any, numbers: torch.Tensor) -> None:
         put_part(parameter, numbers)
 
     # Steps
 
     @contextmanager
-    def undisturbed(self) -> Iterator[None]:
+    def preserve_engine_state(self) -> Iterator[None]:
         """Free parameters gathered by the forwards inside, and forget the order of these forwards.
 
         `fully_shard` (torch 2.13, _fsdp_param_group.py) remembers each forward until a backward
@@ -142,7 +142,7 @@ class FSDP2(Backend):
                 group._post_forward_indices.clear()
                 group.comm_ctx.post_forward_order.clear()
 
-    def waiting_units(self) -> Iterator[torch.nn.Module]:
+    def fsdp_units(self) -> Iterator[torch.nn.Module]:
         for unit in self._units():
             if sum(isinstance(part, FSDPModule) for part in unit.modules()) == 1:
                 yield unit
@@ -160,29 +160,29 @@ class FSDP2(Backend):
 
     # torch.distributed.checkpoint takes 0.05 s to import: only where it is needed.
 
-    def write_together(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+    def write_together(self, folder: Path, wrapped: Wrapped, *, step: int) -> None:
         from toolkit.engines.fsdp_shards import write_shards
 
-        write_shards(folder / SHARDS, self._states(prepared))
+        write_shards(folder / SHARDS, self._states(wrapped))
 
-    def read(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+    def read(self, folder: Path, wrapped: Wrapped, *, step: int) -> None:
         from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
         from toolkit.engines.fsdp_shards import read_shards
 
-        states = self._states(prepared)
+        states = self._states(wrapped)
         read_shards(folder / SHARDS, states)
         set_optimizer_state_dict(
-            self._model, optimizer_of(prepared.optimizer), optim_state_dict=states["optimizer"]
+            self._model, optimizer_of(wrapped.optimizer), optim_state_dict=states["optimizer"]
         )
 
-    def _states(self, prepared: Prepared) -> dict[str, Any]:
+    def _states(self, wrapped: Wrapped) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-        trained_only = prepared.trains_adapters_alone
+        trained_only = wrapped.trains_adapters_alone
         return {
             "model": state_tensors(self._model, trained_only=trained_only),
-            "optimizer": get_optimizer_state_dict(self._model, optimizer_of(prepared.optimizer)),
+            "optimizer": get_optimizer_state_dict(self._model, optimizer_of(wrapped.optimizer)),
         }
 
 

@@ -15,7 +15,7 @@ def nothing() -> None:
     """Do nothing: an `Undo` without an effect to undo."""
 
 
-def stand_in(owner: Any, name: str, replacement: Any) -> Undo:
+def replace_method(owner: Any, name: str, replacement: Any) -> Undo:
     """Replace a method, and return the `Undo` that restores it.
 
     If the replacement was itself replaced since then, the newer one still calls it. `Undo` then
@@ -35,7 +35,9 @@ def stand_in(owner: Any, name: str, replacement: Any) -> Undo:
     return undo
 
 
-def surround(owner: Any, name: str, context: Callable[[], AbstractContextManager[object]]) -> Undo:
+def wrap_method(
+    owner: Any, name: str, context: Callable[[], AbstractContextManager[object]]
+) -> Undo:
     """Enter a context around every call of a method."""
     original = getattr(owner, name)
 
@@ -44,4 +46,4 @@ def surround(owner: Any, name: str, context: Callable[[], AbstractContextManager
         with context():
             return original(*args, **kwargs)
 
-    return stand_in(owner, name, surrounded)
+    return replace_method(owner, name, surrounded)

@@ -124,11 +124,7 @@ class MasterAdamW(torch.optim.AdamW):
         rate = float(group["lr"])
         # Tensors on the CPU: numbers that change would be compiled anew.
         of_step = torch.tensor(
-            [
-                1 - rate * group["weight_decay"],
-                rate / (1 - beta1**count),
-                (1 - beta2**count) ** 0.5,
-            ]
+            [1 - rate * group["weight_decay"], rate / (1 - beta1**count), (1 - beta2**count) ** 0.5]
         )
         tensors = (parameter, gradient, *(state[name] for name in (MASTER, *MOMENTS)))
         flat = [tensor.detach().view(-1) for tensor in tensors]

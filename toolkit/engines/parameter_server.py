@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
-from toolkit.engines.base import Backend, Parameter, Traits, Within
+from toolkit.engines.base import Backend, BackendSpec, Parameter, Within
 from toolkit.engines.ddp import OPTIMIZER, Replicated
-from toolkit.engines.hooks import Undo, surround
+from toolkit.engines.hooks import Undo, wrap_method
 from toolkit.engines.optimizers import optimizer_of
-from toolkit.engines.prepared import Prepared, keep_mesh_from_accelerate, world_rank, world_size
 from toolkit.engines.tensors import named_parameters, storage_bytes
-from toolkit.records.fields import Serving
+from toolkit.engines.wrapped import Wrapped, keep_mesh_from_accelerate, world_rank, world_size
+from toolkit.records.fields import ServerExchange
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 SERVER: Final = 0
 
-TRAITS: Final = Traits(
+SPEC: Final = BackendSpec(
     distributed_type="MULTI_GPU",
     wrapper="none",
     reduces="weights' dtype",
@@ -44,22 +44,22 @@ _EXCHANGE = "_toolkit_server_exchange"
 
 
 def ask_for(model: Any) -> None:
-    """Have `prepare` train a model with a parameter server."""
+    """Have `wrap` train a model with a parameter server."""
     keep_mesh_from_accelerate()
     setattr(model, _ASKED, True)
 
 
-def is_asked(model: Any) -> bool:
-    """Whether `prepare` is to train a model with a parameter server."""
+def is_requested(model: Any) -> bool:
+    """Whether `wrap` is to train a model with a parameter server."""
     return hasattr(model, _ASKED)
 
 
-def is_served(model: Any) -> bool:
+def has_server(model: Any) -> bool:
     """Whether a model has been prepared for a parameter server."""
     return hasattr(model, _EXCHANGE)
 
 
-def prepare(
+def wrap(
     accelerator: Accelerator, model: Any, optimizer: torch.optim.Optimizer, loader: Any
 ) -> tuple[Any, Any, Any]:
     """Prepare a model for training; its optimizer steps on the server alone."""
@@ -109,9 +109,9 @@ class Exchange:
         """Where gradients arrive, one for each worker: all of them push at the same time."""
 
     @property
-    def serving(self) -> Serving:
-        """What the server has to receive and to send for one worker, and where it receives it."""
-        return Serving(
+    def facts(self) -> ServerExchange:
+        """The bytes that the server receives from one worker and sends to it, and its buffers."""
+        return ServerExchange(
             rank=SERVER,
             workers=len(self._workers),
             pushed_bytes=sum(parameter.nbytes for _, parameter in self._trained),
@@ -150,6 +150,7 @@ class Exchange:
     def average(self, gradient: torch.Tensor, arrived: list[torch.Tensor]) -> None:
         """Replace the server's gradient by the mean over all ranks."""
         for of_worker in arrived:
+            # In the order of the ranks: in that of arrival, each run would round otherwise.
             gradient.add_(of_worker)
         gradient.div_(len(arrived) + 1)
 
@@ -180,7 +181,7 @@ def _together(calls: list[dist.P2POp]) -> None:
         work.wait()
 
 
-class Served(Replicated):
+class ParameterServer(Replicated):
     """A model whose optimizer steps on the server alone; every rank has the weights whole."""
 
     one_rank_steps = True
@@ -189,21 +190,21 @@ class Served(Replicated):
         super().__init__(model)
         self._exchange: Exchange = getattr(model, _EXCHANGE)
 
-    def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
+    def actual_settings(self, accelerator: Accelerator) -> dict[str, Any]:
         steps: list[Any] = [None] * world_size()
         dist.all_gather_object(steps, self._exchange.steps)
         servers = [rank for rank, does_step in enumerate(steps) if does_step]
-        return super().engaged(accelerator) | {"servers": servers}
+        return super().actual_settings(accelerator) | {"servers": servers}
 
     def reduce_dtype(self) -> torch.dtype | None:
         return Backend.reduce_dtype(self)
 
-    def serving(self) -> Serving:
-        return self._exchange.serving
+    def server_exchange(self) -> ServerExchange:
+        return self._exchange.facts
 
     # Gradients: after the push, the server has those that are stepped with
 
-    def gradients_underway(self) -> Iterator[torch.Tensor]:
+    def unreduced_gradients(self) -> Iterator[torch.Tensor]:
         yield from self._exchange.buffers
 
     def gradient_squares(self) -> Iterator[tuple[str, torch.Tensor | float, int]]:
@@ -214,9 +215,10 @@ class Served(Replicated):
     def gradient_rows(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         if self._exchange.is_server:
             for name, share, row in super().gradient_rows():
+                # It was divided by the copies of a gradient; the only one that counts is here.
                 yield name, share * world_size(), row
 
-    def whole_gradient(self, parameter: Parameter) -> torch.Tensor:
+    def full_gradient(self, parameter: Parameter) -> torch.Tensor:
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         of_server = gradient.detach().contiguous().clone()
         dist.broadcast(of_server, src=SERVER)
@@ -234,14 +236,14 @@ class Served(Replicated):
 
     def watch_passes(self, within: Within) -> Undo:
         undo = ExitStack()
-        undo.callback(surround(self._exchange, "push", lambda: within("backward")))
-        undo.callback(surround(self._exchange, "pull", lambda: within("step")))
+        undo.callback(wrap_method(self._exchange, "push", lambda: within("backward")))
+        undo.callback(wrap_method(self._exchange, "pull", lambda: within("step")))
         return undo.close
 
     # Checkpoints: rank 0 writes model and optimizer whole
 
-    def read(self, folder: Path, prepared: Prepared, *, step: int) -> None:
-        self.read_model(folder, prepared, step=step)
+    def read(self, folder: Path, wrapped: Wrapped, *, step: int) -> None:
+        self.read_model(folder, wrapped, step=step)
         if self._exchange.is_server:
             states = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
-            optimizer_of(prepared.optimizer).load_state_dict(states)
+            optimizer_of(wrapped.optimizer).load_state_dict(states)

@@ -23,29 +23,22 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from toolkit.engines.base import Backend, Parameter, Traits, Within
-from toolkit.engines.hooks import Undo, surround
+from toolkit.backends.schedules import bubble, counted_slots, schedule_of
+from toolkit.backends.stages import Balance
+from toolkit.engines.base import Backend, BackendSpec, Parameter, Within
+from toolkit.engines.hooks import Undo, wrap_method
 from toolkit.engines.optimizers import optimizer_of
 from toolkit.engines.pipelining.running import MESH, Pipeline
-from toolkit.engines.prepared import (
-    Prepared,
+from toolkit.engines.tensor_parallel import group_by_mesh, ranks_along
+from toolkit.engines.tensors import gathered, like_part, local, put_part, shard_of, sum_of_squares
+from toolkit.engines.wrapped import (
+    Wrapped,
     amp_precision,
     keep_mesh_from_accelerate,
     rows_of_rank,
     split_by,
     world_size,
 )
-from toolkit.engines.tensor_parallel import group_by_mesh, ranks_along
-from toolkit.engines.tensors import (
-    gathered,
-    like_part,
-    local,
-    piece_of,
-    put_part,
-    sum_of_squares,
-)
-from toolkit.planning.schedules import bubble, counted_slots, schedule_of
-from toolkit.planning.stages import Balance
 from toolkit.records.fields import PipelineSlots
 from toolkit.strategies import Strategy
 
@@ -67,10 +60,10 @@ class PipelineRequest:
     """Length of a row, for the cost of attention."""
 
 
-def traits_of(strategy: Strategy, num_processes: int) -> Traits:
-    """Return the traits; the schedule, the number of stages and the mesh are attested."""
+def spec_of(strategy: Strategy, num_processes: int) -> BackendSpec:
+    """Return the spec; the schedule, the number of stages and the mesh are attested."""
     schedule, sizes = schedule_of(strategy), _sizes(strategy, num_processes)
-    return Traits(
+    return BackendSpec(
         distributed_type="MULTI_GPU",
         wrapper="none",
         reduces="weights' dtype" if sizes["data"] > 1 else "nothing",
@@ -97,13 +90,13 @@ def _in_words(sizes: Mapping[str, int]) -> str:
 
 
 def ask_for(model: Any, request: PipelineRequest) -> None:
-    """Have `prepare` cut a whole model into stages."""
+    """Have `wrap` cut a whole model into stages."""
     keep_mesh_from_accelerate()
     setattr(model, _ASKED, request)
 
 
-def is_asked(model: Any) -> bool:
-    """Whether `prepare` is to cut a model into stages."""
+def is_requested(model: Any) -> bool:
+    """Whether `wrap` is to cut a model into stages."""
     return hasattr(model, _ASKED)
 
 
@@ -112,11 +105,12 @@ def is_cut(model: Any) -> bool:
     return hasattr(model, _RUNNING)
 
 
-def prepare(
+def wrap(
     accelerator: Accelerator, model: Any, optimizer: torch.optim.Optimizer, loader: Any
 ) -> tuple[Any, Any, Any]:
     """Cut a model into stages and prepare this rank's for training."""
     request: PipelineRequest = getattr(model, _ASKED)
+    # By name: the cut drops parameters that the optimizer's groups hold, or puts others there.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     pipeline = Pipeline(
@@ -135,10 +129,10 @@ def prepare(
         group["params"] = [held[name] for name in of_group if name in held]
     parts_of = group_by_mesh(optimizer)
     setattr(model, _GROUPS, _names_by_part(optimizer, parts_of, groups, held))
+    # Accelerate's own would take the norm of this rank's stages alone.
     vars(accelerator)["clip_grad_norm_"] = lambda _, limit: pipeline.clip(limit)
-    rows = rows_of_rank(
-        accelerator, loader, readers=pipeline.size("data"), reader=pipeline.place("data")
-    )
+    place, ranks = pipeline.place("data"), pipeline.size("data")
+    rows = rows_of_rank(accelerator, loader, place=place, of=ranks)
     return model, accelerator.prepare_optimizer(optimizer), rows
 
 
@@ -181,7 +175,7 @@ class Pipelined(Backend):
     def gathers_in_forward(self) -> bool:
         return False
 
-    def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
+    def actual_settings(self, accelerator: Accelerator) -> dict[str, Any]:
         along = (
             len(set(self._pipeline.rank_of)),
             self._pipeline.size("data"),
@@ -215,10 +209,10 @@ class Pipelined(Backend):
         for name, parameter in self._model.named_parameters():
             yield self._cut.names[name], parameter
 
-    def pieces(self) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
+    def parameter_shards(self) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
         for name, parameter in self._model.named_parameters():
             if self._pipeline.copies(name, parameter) > 1:
-                yield self._cut.names[name], local(parameter.detach()), piece_of(parameter)
+                yield self._cut.names[name], local(parameter.detach()), shard_of(parameter)
 
     def gradient_squares(self) -> Iterator[tuple[str, torch.Tensor | float, int]]:
         for name, parameter in self._model.named_parameters():
@@ -233,13 +227,13 @@ class Pipelined(Backend):
                 copies = self._pipeline.copies(name, parameter)
                 yield from self._heaviest_row(self._cut.names[name], parameter.grad, copies)
 
-    def whole_parameters(self) -> Iterator[tuple[str, Parameter]]:
+    def full_parameters(self) -> Iterator[tuple[str, Parameter]]:
         here = dict(self._named())
         for name, described in self._cut.described.items():
             yield name, here.get(name, described)
 
     def parameter_groups(self, optimizer: Any) -> list[tuple[dict[str, Any], list[Parameter]]]:
-        whole = dict(self.whole_parameters())
+        whole = dict(self.full_parameters())
         names: list[list[str]] = getattr(self._model, _GROUPS)
         groups = optimizer_of(optimizer).param_groups
         return [
@@ -247,13 +241,13 @@ class Pipelined(Backend):
             for group, of_group in zip(groups, names, strict=True)
         ]
 
-    def sharing_groups(self) -> tuple[str, ...]:
+    def model_parallel_groups(self) -> tuple[str, ...]:
         return tuple(str(group.group_name) for group in self._pipeline.groups())
 
-    def place_in_tensor_group(self) -> int | None:
+    def tensor_parallel_rank(self) -> int | None:
         return self._pipeline.place("tensor") if self._pipeline.size("tensor") > 1 else None
 
-    def stage(self) -> int:
+    def traffic_group(self) -> int:
         return self._pipeline.rank
 
     def share_of(self, parameter: Parameter) -> float:
@@ -263,10 +257,10 @@ class Pipelined(Backend):
     def _names_here(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self._model.named_parameters()}
 
-    def whole_weight(self, parameter: Parameter) -> torch.Tensor:
+    def full_weight(self, parameter: Parameter) -> torch.Tensor:
         return self._from_holder(parameter, parameter.detach())
 
-    def whole_gradient(self, parameter: Parameter) -> torch.Tensor:
+    def full_gradient(self, parameter: Parameter) -> torch.Tensor:
         gradient = None if parameter.is_meta else parameter.grad
         here = torch.zeros_like(parameter) if gradient is None else gradient
         return self._from_holder(parameter, here.detach())
@@ -276,20 +270,17 @@ class Pipelined(Backend):
         if here.is_meta:
             here = torch.empty_like(here, device=self._pipeline.device)
         numbers = gathered(here).contiguous().clone()
-        holder, group = self._holder_of(parameter), self._pipeline.group
-        dist.broadcast(numbers, group_src=holder, group=group)
+        # The first rank of a pipeline that has the parameter speaks for it.
+        holder, *_ = self._cut.holders[self._whole_names[id(parameter)]]
+        dist.broadcast(numbers, group_src=holder, group=self._pipeline.group)
         return numbers
-
-    def _holder_of(self, parameter: Parameter) -> int:
-        """Return the rank of a pipeline that speaks for a parameter of `whole_parameters`."""
-        return self._cut.holders[self._whole_names[id(parameter)]][0]
 
     @cached_property
     def _whole_names(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self.whole_parameters()}
+        return {id(parameter): name for name, parameter in self.full_parameters()}
 
     @torch.no_grad()
-    def put_weight(self, parameter: Parameter, numbers: torch.Tensor) -> None:
+    def set_full_weight(self, parameter: Parameter, numbers: torch.Tensor) -> None:
         if not parameter.is_meta:
             put_part(parameter, numbers)
 
@@ -318,19 +309,19 @@ class Pipelined(Backend):
         )
 
     def watch_passes(self, within: Within) -> Undo:
-        return surround(self._pipeline, "add_up_copies", lambda: within("backward"))
+        return wrap_method(self._pipeline, "add_up_copies", lambda: within("backward"))
 
     # Checkpoints: each rank of the first pipeline writes its part of its stages
 
-    def checkpoint_bytes(self, prepared: Prepared) -> int:
-        return 0 if self.data_parallel_rank() else super().checkpoint_bytes(prepared)
+    def checkpoint_bytes(self, wrapped: Wrapped) -> int:
+        return 0 if self.data_parallel_rank() else super().checkpoint_bytes(wrapped)
 
-    def write_alone(self, folder: Path, prepared: Prepared) -> None:
+    def write_alone(self, folder: Path, wrapped: Wrapped) -> None:
         if self.data_parallel_rank():
             return
         numbers = {name: local(p.detach()).contiguous() for name, p in self._named()}
         save_file(numbers, folder / self._file("stage", "safetensors"))
-        states = optimizer_of(prepared.optimizer).state_dict()
+        states = optimizer_of(wrapped.optimizer).state_dict()
         states["state"] = {
             number: {name: local(value) for name, value in state.items()}
             for number, state in states["state"].items()
@@ -341,11 +332,11 @@ class Pipelined(Backend):
         at = self._pipeline.rank * self._pipeline.size("tensor") + self._pipeline.place("tensor")
         return f"{content}-{at}.{suffix}"
 
-    def read(self, folder: Path, prepared: Prepared, *, step: int) -> None:
-        self.read_model(folder, prepared, step=step)
+    def read(self, folder: Path, wrapped: Wrapped, *, step: int) -> None:
+        self.read_model(folder, wrapped, step=step)
         file = folder / self._file("optimizer", "pt")
         states = torch.load(file, map_location="cpu", weights_only=True)
-        optimizer = optimizer_of(prepared.optimizer)
+        optimizer = optimizer_of(wrapped.optimizer)
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         states["state"] = {
             number: {name: like_part(value, stepped[number]) for name, value in state.items()}
@@ -354,7 +345,7 @@ class Pipelined(Backend):
         optimizer.load_state_dict(states)
 
     @torch.no_grad()
-    def read_model(self, folder: Path, prepared: Prepared, *, step: int) -> None:
+    def read_model(self, folder: Path, wrapped: Wrapped, *, step: int) -> None:
         file = folder / self._file("stage", "safetensors")
         saved, held = load_file(file), dict(self._named())
         if saved.keys() != held.keys():

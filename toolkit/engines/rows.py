@@ -1,24 +1,23 @@
-"""Rows that several ranks share, a piece each, along the sequence."""
+"""Rows that several ranks share, a shard each, along the sequence."""
 
 from __future__ import annotations
 
 import torch
 
-IGNORED = -100
-"""The label of a token that the loss leaves out."""
+from toolkit.records.evidence import IGNORED
 
 Batch = dict[str, torch.Tensor]
 
 
-def rows_to_split(batch: Batch, pieces: int) -> Batch:
-    """Return the tensors of whole rows that a forward on pieces of them needs.
+def rows_to_split(batch: Batch, shards: int) -> Batch:
+    """Return the tensors of whole rows that a forward on shards of them needs.
 
     Attention goes by the positions, and padding stands on the right, where no token sees it, so
     there is no mask.
 
     Args:
         batch: `input_ids` and `labels`, [rows, tokens].
-        pieces: By which the tokens of a row have to divide.
+        shards: By which the tokens of a row have to divide.
 
     Returns:
         These, and the `position_ids` and `shift_labels` of the same shape.
@@ -27,8 +26,8 @@ def rows_to_split(batch: Batch, pieces: int) -> Batch:
         ValueError: the tokens do not divide, or the rows hold several texts each.
     """
     ids, labels = batch["input_ids"], batch["labels"]
-    if ids.shape[1] % pieces:
-        raise ValueError(f"rows of {ids.shape[1]} tokens can't be cut into {pieces} equal pieces")
+    if ids.shape[1] % shards:
+        raise ValueError(f"rows of {ids.shape[1]} tokens can't be cut into {shards} equal pieces")
     if "position_ids" in batch:
         raise ValueError("rows of several texts each can't be split: nothing keeps the texts apart")
     return {

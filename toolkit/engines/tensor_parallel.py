@@ -23,9 +23,10 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from toolkit.engines.base import Traits
+from toolkit.engines.base import BackendSpec
 from toolkit.engines.fsdp2 import FSDP2
-from toolkit.engines.prepared import (
+from toolkit.engines.tensors import copies_of, is_spread, local
+from toolkit.engines.wrapped import (
     amp_precision,
     keep_mesh_from_accelerate,
     rows_of_rank,
@@ -33,7 +34,6 @@ from toolkit.engines.prepared import (
     world_rank,
     world_size,
 )
-from toolkit.engines.tensors import copies_of, is_spread, local
 from toolkit.strategies import Strategy
 
 if TYPE_CHECKING:
@@ -46,11 +46,11 @@ SOUND_SHARDS: Final = {"hrm_text": 0, "falcon_h1": 0, "olmo_hybrid": 1, "bailing
 shards they do not. `benchmarks/split_families.py` found them, and tells when they can go."""
 
 
-def traits_of(strategy: Strategy, num_processes: int) -> Traits:
-    """Return the traits; a lone group needs no `fully_shard` and reduces no gradients."""
+def spec_of(strategy: Strategy, num_processes: int) -> BackendSpec:
+    """Return the spec; a lone group needs no `fully_shard` and reduces no gradients."""
     if num_processes == strategy.tensor:
-        return Traits(distributed_type="MULTI_GPU", wrapper="none", reduces="nothing")
-    return Traits(
+        return BackendSpec(distributed_type="MULTI_GPU", wrapper="none", reduces="nothing")
+    return BackendSpec(
         distributed_type="MULTI_GPU",
         wrapper="FSDPModule",
         reduces="weights' dtype",
@@ -91,20 +91,17 @@ def ranks_along(model: torch.nn.Module, dimension: str) -> int:
 class TensorParallel(FSDP2):
     """A model that `from_pretrained` has split; its unsplit parameters are on every rank."""
 
-    def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
-        of_groups: dict[str, Any] = super().engaged(accelerator) if self._has_groups else {}
+    def actual_settings(self, accelerator: Accelerator) -> dict[str, Any]:
+        of_groups: dict[str, Any] = super().actual_settings(accelerator) if self._has_groups else {}
         return of_groups | {
             "wrapper": "FSDPModule" if self._has_groups else "none",
-            "model_split_by": split_by(accelerator, tensor=self._sharing()),
+            "model_split_by": split_by(accelerator, tensor=ranks_along(self._model, "tp")),
             "precision": amp_precision(accelerator),
         }
 
     @property
     def _has_groups(self) -> bool:
         return isinstance(self._model, FSDPModule)
-
-    def _sharing(self) -> int:
-        return ranks_along(self._model, "tp")
 
     def reduce_dtype(self) -> torch.dtype | None:
         return super().reduce_dtype() if self._has_groups else None
@@ -115,10 +112,10 @@ class TensorParallel(FSDP2):
     def replicas(self) -> int:
         return ranks_along(self._model, "dp_replicate")
 
-    def sharing_groups(self) -> tuple[str, ...]:
+    def model_parallel_groups(self) -> tuple[str, ...]:
         return (str(self._model._device_mesh["tp"].get_group().group_name),)
 
-    def place_in_tensor_group(self) -> int:
+    def tensor_parallel_rank(self) -> int:
         return int(self._model._device_mesh["tp"].get_local_rank())
 
     def waiting_sums(self) -> Iterator[Any]:
@@ -135,7 +132,7 @@ class TensorParallel(FSDP2):
         return world_rank() // group_size(self._model)
 
 
-def prepare(
+def wrap(
     accelerator: Accelerator, model: Any, optimizer: torch.optim.Optimizer, loader: Any
 ) -> tuple[Any, Any, Any]:
     """Prepare a split model for training, as `Accelerator.prepare` does for other models."""
@@ -151,12 +148,8 @@ def prepare(
         # Found by `Accelerator.accumulate`, as DDP's method of this name.
         wrapped.no_sync = lambda: _unreduced(model)
     vars(accelerator)["clip_grad_norm_"] = _Clipping(accelerator)
-    rows = rows_of_rank(
-        accelerator,
-        loader,
-        readers=backend.data_parallel_size(),
-        reader=backend.data_parallel_rank(),
-    )
+    place, ranks = backend.data_parallel_rank(), backend.data_parallel_size()
+    rows = rows_of_rank(accelerator, loader, place=place, of=ranks)
     return wrapped, accelerator.prepare_optimizer(optimizer), rows
 
 

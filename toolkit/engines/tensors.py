@@ -103,7 +103,7 @@ def copies_of(tensor: Any, *, ranks: int | None = None) -> int:
     return ranks // math.prod(cut)
 
 
-def piece_of(tensor: Any) -> tuple[int, ...]:
+def shard_of(tensor: Any) -> tuple[int, ...]:
     """Return which part of a tensor this rank holds: its place along each split of it.
 
     Of a whole tensor, or of one that a mesh holds in copies, it is ().
@@ -160,9 +160,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def sum_of_squares(tensor: torch.Tensor) -> torch.Tensor | float:
     """Return the sum of a tensor's squares in fp64, unread."""
-    # Piece by piece: a copy of all of it in fp64 would count in the peak of the step.
-    pieces = tensor.detach().reshape(-1).split(SUMMED_AT_ONCE)
-    return sum(torch.linalg.vector_norm(piece, dtype=torch.float64) ** 2 for piece in pieces)
+    # In chunks: a copy of all of it in fp64 would count in the peak of the step.
+    chunks = tensor.detach().reshape(-1).split(SUMMED_AT_ONCE)
+    return sum(torch.linalg.vector_norm(chunk, dtype=torch.float64) ** 2 for chunk in chunks)
 
 
 def heaviest_row(
@@ -189,9 +189,9 @@ def heaviest_row(
 
 
 def _row_norms(rows: torch.Tensor) -> torch.Tensor:
-    # Piece by piece, as above.
-    pieces = rows.detach().split(max(1, SUMMED_AT_ONCE // rows.shape[1]))
-    return torch.cat([torch.linalg.vector_norm(p, dim=1, dtype=torch.float32) for p in pieces])
+    # In chunks, as above.
+    chunks = rows.detach().split(max(1, SUMMED_AT_ONCE // rows.shape[1]))
+    return torch.cat([torch.linalg.vector_norm(p, dim=1, dtype=torch.float32) for p in chunks])
 
 
 def first_row(tensor: Any) -> int:

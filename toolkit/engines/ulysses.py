@@ -1,4 +1,4 @@
-"""DeepSpeed's Ulysses: ranks share each row, a piece each, and swap tokens for heads in attention.
+"""DeepSpeed's Ulysses: ranks share each row, a shard each, and swap tokens for heads in attention.
 
 Before attention a rank has all heads of its tokens, after an all-to-all some heads of all tokens,
 so attention itself sees whole rows. Everything else is as under ZeRO, in which every rank shards.
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from toolkit.engines.deepspeed import DeepSpeed
-from toolkit.engines.prepared import rows_of_rank, world_rank, world_size
 from toolkit.engines.rows import Batch, rows_to_split
+from toolkit.engines.wrapped import rows_of_rank, world_rank, world_size
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -30,7 +30,7 @@ _ATTENTION = "_attention_that_swaps"
 """Attribute of an engine: DeepSpeed's function in the place of the model's attention."""
 
 
-def is_asked(accelerator: Any) -> bool:
+def is_requested(accelerator: Any) -> bool:
     return getattr(accelerator.parallelism_config, "sp_size", 1) > 1
 
 
@@ -42,12 +42,12 @@ def is_split(engine: Any) -> bool:
 class Ulysses(DeepSpeed):
     """A model in DeepSpeed's engine whose attention swaps tokens for heads."""
 
-    splits_rows = True
+    sequence_parallel = True
 
-    def engaged(self, accelerator: Accelerator) -> dict[str, Any]:
+    def actual_settings(self, accelerator: Accelerator) -> dict[str, Any]:
         is_swapped = _registered(self._model) is getattr(self._model, _ATTENTION)
         size = self._exchange.world_size if is_swapped and self._exchange else 1
-        return super().engaged(accelerator) | {"model_split_by": f"sequence {size}"}
+        return super().actual_settings(accelerator) | {"model_split_by": f"sequence {size}"}
 
     @property
     def _exchange(self) -> Any:
@@ -71,7 +71,7 @@ class Ulysses(DeepSpeed):
     def _size(self) -> int:
         return int(self._model.sequence_parallel_size)
 
-    def sharing_groups(self) -> tuple[str, ...]:
+    def model_parallel_groups(self) -> tuple[str, ...]:
         return (str(self._model.seq_parallel_group.group_name),)
 
     def data_parallel_size(self) -> int:
@@ -84,12 +84,12 @@ class Ulysses(DeepSpeed):
         factor = self._size if self._by_ranks else 1
         super().backward(accelerator, loss * factor, micro_batches=micro_batches)
 
-    def piece(self, accelerator: Accelerator, batch: Batch) -> AbstractContextManager[Batch]:
+    def shard_batch(self, accelerator: Accelerator, batch: Batch) -> AbstractContextManager[Batch]:
         rows = rows_to_split(batch, self._size)
         width = batch["input_ids"].shape[1] // self._size
         begin = world_rank() % self._size * width
-        piece = slice(begin, begin + width)
-        return nullcontext({name: whole[:, piece].contiguous() for name, whole in rows.items()})
+        shard = slice(begin, begin + width)
+        return nullcontext({name: whole[:, shard].contiguous() for name, whole in rows.items()})
 
     def loss_of_rows(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self._size
@@ -109,9 +109,9 @@ class Ulysses(DeepSpeed):
             _expect_rows(exchange, before)
 
     @contextmanager
-    def undisturbed(self) -> Iterator[None]:
+    def preserve_engine_state(self) -> Iterator[None]:
         """As of ZeRO, with whole rows inside, and attention as the model has it."""
-        with super().undisturbed(), self._attending_by(self._exchange.attn):
+        with super().preserve_engine_state(), self._attending_by(self._exchange.attn):
             yield
 
     @contextmanager
@@ -124,7 +124,7 @@ class Ulysses(DeepSpeed):
             _register(self._model, before)
 
 
-def prepare(
+def wrap(
     accelerator: Accelerator, model: Any, optimizer: torch.optim.Optimizer, loader: Any
 ) -> tuple[Any, Any, Any]:
     """Prepare a model and its rows for training, as `Accelerator.prepare` does for others."""
@@ -135,12 +135,8 @@ def prepare(
     engine, optimizer = accelerator.prepare(model, optimizer)
     setattr(engine, _ATTENTION, _registered(engine))
     backend = Ulysses(engine)
-    rows = rows_of_rank(
-        accelerator,
-        loader,
-        readers=backend.data_parallel_size(),
-        reader=backend.data_parallel_rank(),
-    )
+    place, ranks = backend.data_parallel_rank(), backend.data_parallel_size()
+    rows = rows_of_rank(accelerator, loader, place=place, of=ranks)
     return engine, optimizer, rows
 
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.engines.deepspeed import is_engine
 from toolkit.engines.fsdp2 import class_of
-from toolkit.engines.hooks import Undo, stand_in, surround
+from toolkit.engines.hooks import Undo, replace_method, wrap_method
 from toolkit.engines.optimizers import optimizer_of
 
 
@@ -57,7 +57,7 @@ def watch_engine(model: Any, *, before: Callable[[], None], after: Callable[[], 
         if model.global_steps > done and not getattr(model.optimizer, "overflow", False):
             after()
 
-    return surround(model, "step", step)
+    return wrap_method(model, "step", step)
 
 
 def left_out_of_reduction(model: Any) -> set[str]:
@@ -85,4 +85,4 @@ def watch_wrapping(wrapped: Callable[[Any], None]) -> Undo:
         original(self, *args, **kwargs)
         wrapped(self)
 
-    return stand_in(DistributedDataParallel, "__init__", init)
+    return replace_method(DistributedDataParallel, "__init__", init)

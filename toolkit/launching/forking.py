@@ -1,7 +1,7 @@
 """Launches by forking: ask a warm process, which has made the imports of a rank, for a fork.
 
-The process that forks is in `toolkit.warm`. Processes talk over Unix sockets: a request brings the
-standard streams along; the answers are the process's number and, later, its exit status.
+The process that forks is in `toolkit.fork_server`. Processes talk over Unix sockets: a request
+brings the standard streams along; the answers are the process's number and, later, its exit status.
 """
 
 from __future__ import annotations
@@ -211,9 +211,11 @@ def warm_process(environment: Mapping[str, str]) -> Generator[Path]:
             listener.listen(64)
             Path(folder, "new").rename(path)
             number = listener.fileno()
-            # The dashes are room for the commands that its forks show as theirs (`warm.show_as`).
+            # Room for the longer commands of its forks: they overwrite this one's words in place
+            # (`fork_server.set_process_title`).
+            words = (str(os.getpid()), str(number), "-" * 4000)
             process = subprocess.Popen(
-                [sys.executable, "-m", "toolkit.warm", str(os.getpid()), str(number), "-" * 4000],
+                [sys.executable, "-m", "toolkit.fork_server", *words],
                 env={**environment, "PYTHONUNBUFFERED": "1"},
                 pass_fds=[number],
                 stdin=subprocess.DEVNULL,
@@ -291,6 +293,9 @@ def key_of(environment: Mapping[str, str]) -> str:
         for name, value in environment.items()
         if name not in OF_A_LAUNCH and not name.startswith(OF_A_LAUNCHER)
     }
+    # A folder a second time changes no look-up: a cell that adds one may be run again.
+    folders = variables.get("PATH", "").split(os.pathsep)
+    variables["PATH"] = os.pathsep.join(dict.fromkeys(folders))
     # No import initialises CUDA: it only matters whether this variable hides all GPUs.
     variables["CUDA_VISIBLE_DEVICES"] = str(environment.get("CUDA_VISIBLE_DEVICES") == "")
     text = json.dumps([sys.executable, sorted(variables.items())])

@@ -42,7 +42,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What one rank was doing when the run was ended."""
+    """The stacks and collectives of one rank when the run was ended."""
 
     rank: int
     step: int

@@ -21,7 +21,7 @@ from typing import BinaryIO
 from toolkit.files import new_file
 from toolkit.launching import processes
 from toolkit.launching.forking import COLD, Fork, start
-from toolkit.launching.outcome import PORT_TAKEN, Ending, Outcome, judge
+from toolkit.launching.outcome import PORT_TAKEN, Ending, Outcome, classify_end
 from toolkit.launching.python import PACKAGE_FOLDER, package_folder, python_environment
 from toolkit.launching.ranks import LAUNCHER_PID
 from toolkit.launching.status import STATUS_DIR, RankStatus, read_status, read_statuses
@@ -51,7 +51,6 @@ def launch_command(
     *,
     num_processes: int | None = None,
     gpu_ids: str | None = None,
-    port: int = 0,
 ) -> list[str]:
     """Return the `accelerate launch` line, as arguments that need no PATH.
 
@@ -60,10 +59,10 @@ def launch_command(
         script: A script or `-m module`, then its arguments.
         num_processes: Replaces the config file's number.
         gpu_ids: Replaces the config file's; `all` leaves CUDA_VISIBLE_DEVICES as it is.
-        port: Where the ranks meet. With 0 Accelerate takes a free one right before it is used,
-            so the same line can run twice at once; a single process ignores it.
     """
-    options = ["--config_file", str(config_file), "--main_process_port", str(port)]
+    # With port 0 Accelerate takes a free one right before it is used, so the same line can run
+    # twice at once; a single process ignores it.
+    options = ["--config_file", str(config_file), "--main_process_port", "0"]
     if num_processes is not None:
         options += ["--num_processes", str(num_processes)]
     if gpu_ids is not None:
@@ -122,9 +121,10 @@ def run(
     )
     stop = signals_as_exit() if on_stop is None else follower.stopping_gently()
     with stop:
+        # Accelerate looks for a free port before its ranks bind it: meanwhile another may take it.
         for attempt in range(1, PORT_ATTEMPTS + 1):
             ending = follower.follow()
-            outcome = judge(ending)
+            outcome = classify_end(ending)
             if attempt == PORT_ATTEMPTS or not _lost_the_port(outcome, ending):
                 return outcome
     raise AssertionError("the last attempt returns")
@@ -353,6 +353,7 @@ def _lost_the_port(outcome: Outcome, ending: Ending) -> bool:
     """Whether another process took the port between its choice and its use."""
     return (
         outcome.status == "failed"
+        # Ranks meet before their first step: a port that is lost later is another fault.
         and not any(status.step for status in ending.statuses)
         and any(PORT_TAKEN.search(line) for line in ending.lines)
     )

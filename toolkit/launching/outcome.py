@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from toolkit.errors import GuardError, HangError, MachineLostError
+from toolkit.escaping import listed
 from toolkit.launching.status import RankStatus
 
 OutcomeStatus = Literal["ok", "failed", "oom", "timeout", "refused", "usage"]
@@ -88,7 +89,7 @@ class Ending:
     timeout: float = 0.0
 
 
-def judge(ending: Ending) -> Outcome:
+def classify_end(ending: Ending) -> Outcome:
     """Judge how a run ended.
 
     An error of a rank's own and a dead rank come first, by time; then errors of ranks that only
@@ -99,8 +100,7 @@ def judge(ending: Ending) -> Outcome:
     errors = {s.rank: str(s.error) for s in ending.statuses if s.error}
     ranks = [rank for rank, error in errors.items() if OUT_OF_MEMORY.search(error)]
     if status == "oom" and len(ranks) > 1:
-        listed = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-        reason = f"ranks {listed} ran out of memory; {reason}"
+        reason = f"ranks {listed(ranks)} ran out of memory; {reason}"
     return Outcome(
         status=status,
         reason=reason,

@@ -26,8 +26,8 @@ Failure = Literal["failed", "refused", "usage"]
 
 STATUS_DIR = "TOOLKIT_STATUS_DIR"
 
-ASKED_FILE = "asked.json"
-"""What decides a run's memory, beside the status files: a run that fails leaves no record."""
+REQUEST_FILE = "asked.json"
+"""The facts that decide a run's memory, beside the status files: a failed run has no record."""
 
 PEAK_STEPS = 2
 """Last step after which a healthy rank reads its peak: all its states exist by then, and the timed

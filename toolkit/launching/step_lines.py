@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
+from toolkit.environment import GIB
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -21,7 +23,6 @@ LATEST: Final = 20
 """Logs that the speed and the time left are taken from."""
 
 LINE: Final = re.compile(r"step (\d+)/(\d+): (.+)")
-GIB: Final = 2**30
 
 
 class StepLines:

@@ -60,6 +60,7 @@ def main(arguments: list[str], run: Callable[[list[str]], None] | None = None) -
     # No child could be waited for if its signal were ignored.
     signal.signal(signal.SIGCHLD, lambda number, _: None)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    # That of an outer launch: `die_with_parent` would ask whether this process descends from it.
     os.environ.pop(LAUNCHER_PID, None)
     if sys.platform == "linux":
         prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -84,6 +85,7 @@ def main(arguments: list[str], run: Callable[[list[str]], None] | None = None) -
 def _wait(launcher: int, awaited: set[signal.Signals]) -> int:
     """Return the exit code of the launcher, or that of the signal to stop that came before."""
     while (number := signal.sigwait(awaited)) == signal.SIGCHLD:
+        # As subreaper it has to reap orphans, too; signals of several children may come as one.
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] == launcher:
                 code = os.waitstatus_to_exitcode(ended[1])
@@ -156,6 +158,7 @@ def _become(
         if pump is not None:
             for number in (1, 2):
                 os.dup2(pump.writer, number)
+        # Signals that are ignored or blocked stay so in the program that is executed.
         for number in (*stop_signals(), signal.SIGCHLD, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -1,4 +1,4 @@
-"""Attestation: compare requested settings with the engaged ones; stop the run if they differ.
+"""Attestation: compare requested settings with the actual ones; stop the run if they differ.
 
 The error shows both. Accelerate falls back silently to one process or to DDP in at least five known
 ways, so a report without this check may well compare DDP with DDP.
@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from toolkit.engines.backend import backend_of, traits_of
+from toolkit import backends
+from toolkit.engines.backend import backend_of, spec_of
 from toolkit.engines.optimizers import optimizer_of
 from toolkit.engines.tensors import (
     checkpoints_activations,
@@ -44,7 +45,7 @@ MAY_BE_UNKNOWN = {
 
 
 class Refused(RuntimeError):
-    """The engaged settings differ from the requested ones; the text shows both."""
+    """The actual settings differ from the requested ones; the text shows both."""
 
     def __init__(self, text: str, mismatches: list[Mismatch] | None = None) -> None:
         super().__init__(text)
@@ -88,12 +89,12 @@ class Requested:
 
     def before_first_step(self) -> dict[str, Any]:
         """The facts that must hold once the model is wrapped."""
-        strategy, traits = self.strategy, traits_of(self.strategy, self.num_processes)
+        strategy, spec = self.strategy, spec_of(self.strategy, self.num_processes)
         facts: dict[str, Any] = {
-            "distributed_type": traits.distributed_type,
+            "distributed_type": spec.distributed_type,
             "num_processes": self.num_processes,
             "ranks": list(range(self.num_processes)),
-            "wrapper": traits.wrapper,
+            "wrapper": spec.wrapper,
             "zero_stage": strategy.zero_stage,
             "replicas": strategy.replicas,
             "model_split_by": strategy.model_split_by(self.num_processes),
@@ -104,11 +105,11 @@ class Requested:
             "gradient_clipping": self.gradient_clipping,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "precision": self.precision,
-            **traits.facts,
+            **spec.facts,
         }
         if self.precision is not None and self.dtype == "float32":
             computed = COMPUTE_DTYPES[self.precision]
-            cast = traits.masters_in_fp32 or self.moments is not None
+            cast = spec.masters_in_fp32 or self.moments is not None
             facts["parameter_dtypes"] = [computed if cast else "float32"]
         return _requested_only(facts)
 
@@ -123,9 +124,10 @@ class Requested:
             "sync_each_batch": self.sync_each_batch,
             **(self.optimizer_settings or {}),
         }
-        if not self.strategy.reduces_on_request:
+        backend = backends.backend_of(self.strategy)
+        if backend.unsynced:
             del facts["sync_each_batch"]
-        if self.strategy.has_server:
+        if backend.has_server:
             del facts["optimizer_fraction"]
             facts["optimizer_fractions"] = [1.0] + [0.0] * (self.num_processes - 1)
         if self.strategy.offload_optimizer == "nvme":
@@ -138,7 +140,7 @@ class Requested:
             "weights' dtype": "float32" if self.moments is None else "bfloat16",
             "fp32": "float32",
             "computed dtype": COMPUTE_DTYPES[self.precision],
-        }[traits_of(self.strategy, self.num_processes).reduces]
+        }[spec_of(self.strategy, self.num_processes).reduces]
         if self.precision == "no" and self.accumulation_dtype is None:
             facts["gradient_dtypes"] = ["float32"]
         return _requested_only(facts)
@@ -148,6 +150,7 @@ class Requested:
 class Mismatch:
     """One fact that differs, on one rank."""
 
+    # These names are keys of a record on disk.
     what: str
     asked: Any
     engaged: Any
@@ -157,7 +160,7 @@ class Mismatch:
         return f"{self.what}: asked {self.asked}, engaged {self.engaged} (rank {self.rank})"
 
 
-def engaged_before(accelerator: Any, model: Any) -> dict[str, Any]:
+def actual_before(accelerator: Any, model: Any) -> dict[str, Any]:
     """Return the facts of a prepared model before its first step."""
     backend = backend_of(model)
     return {
@@ -172,10 +175,10 @@ def engaged_before(accelerator: Any, model: Any) -> dict[str, Any]:
         "offload_optimizer": "none",
         "offload_parameters": "none",
         "reshard_after_forward": None,
-    } | backend.engaged(accelerator)
+    } | backend.actual_settings(accelerator)
 
 
-def engaged_at_step(model: Any) -> dict[str, Any]:
+def actual_at_step(model: Any) -> dict[str, Any]:
     """Return the facts of the first step's gradients, while they exist."""
     backend = backend_of(model)
     reduced = backend.reduce_dtype()
@@ -187,7 +190,7 @@ def engaged_at_step(model: Any) -> dict[str, Any]:
     }
 
 
-def engaged_after(model: Any, optimizer: Any) -> dict[str, Any]:
+def actual_after(model: Any, optimizer: Any) -> dict[str, Any]:
     """Return the facts of the optimizer after the first step."""
     backend, inner = backend_of(model), optimizer_of(optimizer)
     facts: dict[str, Any] = {
@@ -241,19 +244,19 @@ def _plain_setting(value: Any) -> Any:
     return tuple(map(float, value)) if isinstance(value, list | tuple) else float(value)
 
 
-def compare(requested: dict[str, Any], engaged: dict[str, Any], *, rank: int) -> list[Mismatch]:
-    """List requested facts that did not engage or were not observed."""
+def compare(requested: dict[str, Any], actual: dict[str, Any], *, rank: int) -> list[Mismatch]:
+    """List requested settings that did not take effect or were not observed."""
     return [
-        Mismatch(what=name, asked=wanted, engaged=engaged.get(name, "unknown"), rank=rank)
+        Mismatch(what=name, asked=wanted, engaged=actual.get(name, "unknown"), rank=rank)
         for name, wanted in requested.items()
-        if not (_holds(name, wanted, engaged[name]) if name in engaged else name in MAY_BE_UNKNOWN)
+        if not (_holds(name, wanted, actual[name]) if name in actual else name in MAY_BE_UNKNOWN)
     ]
 
 
-def kept_whole(engaged: dict[str, Any]) -> list[str]:
+def kept_whole(actual: dict[str, Any]) -> list[str]:
     """Say if ZeRO-3 holds more than its share: parameters below its threshold stay gathered."""
-    resident, sharded = engaged["resident_fraction"], engaged["sharded_fraction"]
-    if engaged["zero_stage"] < 3 or resident - sharded <= FRACTION_TOLERANCE:
+    resident, sharded = actual["resident_fraction"], actual["sharded_fraction"]
+    if actual["zero_stage"] < 3 or resident - sharded <= FRACTION_TOLERANCE:
         return []
     return [
         f"each rank keeps {resident - sharded:.0%} of the parameters gathered between steps, "
@@ -291,18 +294,18 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
-def _holds(name: str, wanted: Any, engaged: Any) -> bool:
+def _holds(name: str, wanted: Any, actual: Any) -> bool:
     if name.endswith("_fraction"):
-        return abs(wanted - engaged) <= FRACTION_TOLERANCE
+        return abs(wanted - actual) <= FRACTION_TOLERANCE
     if name == "optimizer_class":
-        return engaged in wanted
+        return actual in wanted
     if name == "accumulation_dtype":
-        return wanted in engaged
+        return wanted in actual
     if name == "weight_decay":  # norms and biases are kept out of it
-        return {float(value) for value in engaged} - {0.0} == {float(wanted)} - {0.0}
+        return {float(value) for value in actual} - {0.0} == {float(wanted)} - {0.0}
     if name in ("learning_rate", "betas", "eps"):
-        return engaged == [_plain_setting(wanted)]
-    return wanted == engaged
+        return actual == [_plain_setting(wanted)]
+    return wanted == actual
 
 
 def _requested_only(facts: dict[str, Any]) -> dict[str, Any]:

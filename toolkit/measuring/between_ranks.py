@@ -1,4 +1,4 @@
-"""What all ranks of a script saw, held against each other when they leave, without a collective.
+"""The reports of all ranks of a script, compared when they leave, without a collective.
 
 Ranks may step unevenly and leave at different times, so each leaves its `Report` in the store where
 they met. Rank 0 judges; where it has left already, the last rank does.
@@ -28,14 +28,14 @@ LOOK_SECONDS: Final = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorReport:
-    """A trained parameter on one rank; other ranks may hold the same piece of it."""
+    """A trained parameter on one rank; other ranks may hold the same shard of it."""
 
-    piece: list[int]
+    shard: list[int]
     after: int | None
     """A sum over its bits after the last step."""
 
     now: int | None
-    """The same at the end of the script."""
+    """A sum over its bits at the end of the script."""
 
     steps: int
     optimizer: int | None
@@ -68,7 +68,7 @@ class ModelReport:
     """A prepared or wrapped model, as one rank trained it."""
 
     name: str
-    reader: int
+    data_parallel_rank: int
     """Index of this rank among those that read rows of their own."""
 
     at_start: dict[str, int] | None
@@ -89,7 +89,7 @@ class ModelReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What one rank saw."""
+    """Everything that one rank observed."""
 
     ended_well: bool
     models: list[ModelReport]
@@ -128,6 +128,7 @@ def exchange(report: Report, *, rank: int, ranks: int) -> list[Report] | None:
     """
     if ranks == 1:
         return [report] if report.ended_well else None
+    # torchelastic may start all ranks again, in the same store.
     meeting, prefix = Meeting(), f"observed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     meeting.put(f"{prefix}/{rank}", json.dumps(asdict(report)))
     until = time.monotonic() + WAIT_SECONDS * (rank == 0 and report.ended_well)
@@ -136,6 +137,7 @@ def exchange(report: Report, *, rank: int, ranks: int) -> list[Report] | None:
             break
         time.sleep(LOOK_SECONDS)
     if rank == 0 and None in texts:
+        # The word first, then another look: a rank that reports later finds the word, and judges.
         meeting.put(f"{prefix}/left", "")
         texts = [meeting.get(f"{prefix}/{n}") for n in range(ranks)]
     if None in texts or (rank != 0 and meeting.get(f"{prefix}/left") is None):
@@ -198,12 +200,12 @@ def _parted(reports: Sequence[Report]) -> Iterator[str]:
 
 
 def _parted_in(name: str, models: list[ModelReport], reports: Sequence[Report]) -> str:
-    """Name the ranks whose piece of a parameter differs from most ranks with the same piece."""
-    by_piece: dict[tuple[int, ...], dict[int, TensorReport]] = defaultdict(dict)
+    """Name the ranks whose shard of a parameter differs from most ranks with the same shard."""
+    by_shard: dict[tuple[int, ...], dict[int, TensorReport]] = defaultdict(dict)
     for rank, model in enumerate(models):
         if name in model.tensors:
-            by_piece[tuple(model.tensors[name].piece)][rank] = model.tensors[name]
-    for latest in by_piece.values():
+            by_shard[tuple(model.tensors[name].shard)][rank] = model.tensors[name]
+    for latest in by_shard.values():
         held = latest
         if len({tensor.is_prepared for tensor in latest.values()}) > 1:
             # One rank trained on alone, with an optimizer of its own.
@@ -274,11 +276,11 @@ def _other_starts(reports: Sequence[Report]) -> Iterator[str]:
 
 def _equal_rows(reports: Sequence[Report]) -> Iterator[str]:
     for models in _models(reports):
-        readers = {model.reader: model for model in models}
+        by_data_rank = {model.data_parallel_rank: model for model in models}
         common = min(len(model.rows) for model in models)
         rows = {tuple(model.rows[:common]) for model in models}
         # Rows that are all alike tell nothing.
-        if len(readers) < 2 or not common or len(rows) > 1 or models[0].different_rows < 2:
+        if len(by_data_rank) < 2 or not common or len(rows) > 1 or models[0].different_rows < 2:
             continue
         yield (
             f"all ranks read equal rows, in each of {_times(common, 'forward')} of "

@@ -18,9 +18,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from toolkit.engines.backend import backend_of
-from toolkit.engines.base import Traits
+from toolkit.engines.base import BackendSpec
 from toolkit.launching.processes import age_seconds
-from toolkit.measuring.compilation import Compilation
 
 Phase = Literal["data", "forward", "backward", "optimizer", "other"]
 
@@ -65,7 +64,7 @@ class Clock:
 
         Not for compiled models: torch.compile hides their forward from hooks.
         """
-        for unit in backend_of(model).waiting_units():
+        for unit in backend_of(model).fsdp_units():
             # After FSDP's own hook that waits, and before its hook that frees.
             hook = unit.register_forward_pre_hook(lambda *_: self._within_forward(alone=True))
             self._hooks.callback(hook.remove)
@@ -130,9 +129,9 @@ class Clock:
         self._hooks.close()
         self._moments = []
 
-    def watch_builds(self, traits: Traits) -> None:
+    def watch_builds(self, spec: BackendSpec) -> None:
         """Time the builds of a backend's C++ parts, where it has some."""
-        watch = traits.watch_builds
+        watch = spec.watch_builds
         if watch is not None:
             self._hooks.callback(watch(self._builds.append))
 
@@ -214,3 +213,53 @@ def _busy(moments: list[tuple[Phase, _Moment]]) -> float:
         for (_, begun), (_, ended) in pairwise(moments)
         if begun.alone and ended.passed
     )
+
+
+class Compilation:
+    """Counts from now on, until `stop`; it imports torch's compiler.
+
+    torch has no public counter (2.11 to 2.14): these are the callbacks and counters that its own
+    reports are made from. tests/training/test_speed_switches.py fails when they move.
+    """
+
+    def __init__(self) -> None:
+        from torch._dynamo.callback import callback_handler
+
+        self.seconds: list[float] = []
+        """Of each compilation, a layer's backward apart from its forward."""
+
+        self._ids: set[str] = set()
+        # torch's counters are of the whole process: models before this one count in them.
+        self._breaks_before = _breaks()
+        self._begun: list[float] = []
+        callback_handler.register_start_callback(self._starts)
+        callback_handler.register_end_callback(self._ends)
+
+    def stop(self) -> None:
+        from torch._dynamo.callback import callback_handler
+
+        callback_handler.remove_start_callback(self._starts)
+        callback_handler.remove_end_callback(self._ends)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the counts so far: a recompilation is any compilation of a frame but its first."""
+        return {
+            "graphs": len(self._ids),
+            "recompilations": sum(not name.endswith("/0") for name in self._ids),
+            "graph_breaks": _breaks() - self._breaks_before,
+            "compile_seconds": round(sum(self.seconds), 1),
+        }
+
+    def _starts(self, args: Any) -> None:
+        self._ids.add(args.compile_id)
+        self._begun.append(time.perf_counter())
+
+    def _ends(self, _: Any) -> None:
+        if self._begun:
+            self.seconds.append(time.perf_counter() - self._begun.pop())
+
+
+def _breaks() -> int:
+    from torch._dynamo.utils import counters
+
+    return sum(counters["graph_break"].values())

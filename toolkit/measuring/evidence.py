@@ -21,15 +21,9 @@ import torch
 from safetensors import safe_open
 
 from toolkit.engines.backend import backend_of
-from toolkit.engines.hooks import stand_in
+from toolkit.engines.hooks import replace_method
 from toolkit.engines.optimizers import optimizer_of, pending_scale
-from toolkit.engines.tensors import (
-    elements_of,
-    local,
-    number,
-    shape_of,
-    sharded_fraction,
-)
+from toolkit.engines.tensors import elements_of, local, number, shape_of, sharded_fraction
 from toolkit.measuring.attestation import gather_objects
 from toolkit.records.evidence import (
     AFTER_FILE,
@@ -37,6 +31,7 @@ from toolkit.records.evidence import (
     EVIDENCE_FILE,
     GRADIENTS_FILE,
     HELD_FILE,
+    IGNORED,
     INITIAL_FILE,
     Clipping,
     Group,
@@ -45,9 +40,6 @@ from toolkit.records.evidence import (
     RowRead,
 )
 from toolkit.records.json_files import SCHEMA, write_json
-
-IGNORED = -100
-"""The label of a token that the loss leaves out."""
 
 COMPUTING_ONLY = {"params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
 """Keys of an optimizer's group that are not settings of its update rule."""
@@ -97,7 +89,7 @@ class EvidenceKeeper:
         self._main = accelerator.is_main_process
         module = accelerator.unwrap_model(model)
         # Of a pipeline, only the ranks of the last stage see a loss.
-        self._in_stages = any(p.is_meta for _, p in self._backend.whole_parameters())
+        self._in_stages = any(p.is_meta for _, p in self._backend.full_parameters())
         self._sharded = sharded_fraction(model) < 1.0 or self._in_stages
         if self._main:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -106,7 +98,7 @@ class EvidenceKeeper:
         self._hooks.callback(hook.remove)
         before, after = self._step_begins, self._step_ended
         self._hooks.callback(self._backend.watch_step(optimizer, before=before, after=after))
-        # After the hooks of `watch_step`; with ZeRO, inside the step that they surround.
+        # After the hooks of `watch_step`; with ZeRO, inside the step that they wrap.
         hook = optimizer_of(optimizer).register_step_pre_hook(lambda *_: self._optimizer_steps())
         self._hooks.callback(hook.remove)
         if not self._backend.steps_in_backward:  # else the engine clips by itself
@@ -159,7 +151,7 @@ class EvidenceKeeper:
         # Frozen weights have no gradients, and 4-bit packed weights no numbers to compare.
         self._parameters = {
             name: parameter
-            for name, parameter in self._backend.whole_parameters()
+            for name, parameter in self._backend.full_parameters()
             if parameter.requires_grad
         }
 
@@ -180,8 +172,8 @@ class EvidenceKeeper:
                 wanted = given.get_tensor(name)
                 if tuple(wanted.shape) != shape_of(parameter):
                     continue
-                self._backend.put_weight(parameter, wanted)
-                taken = self._backend.whole_weight(parameter).to("cpu", torch.float32)
+                self._backend.set_full_weight(parameter, wanted)
+                taken = self._backend.full_weight(parameter).to("cpu", torch.float32)
                 if not torch.equal(taken, wanted):
                     raise RuntimeError(
                         f"{name} did not take the weights that {file} holds before the step: "
@@ -206,7 +198,7 @@ class EvidenceKeeper:
             self._without_loss = None
             original(loss, *args, **kwargs)
 
-        self._hooks.callback(stand_in(self._accelerator, "backward", backward))
+        self._hooks.callback(replace_method(self._accelerator, "backward", backward))
 
     def _watch_clipping(self) -> None:
         original = self._accelerator.clip_grad_norm_
@@ -220,7 +212,7 @@ class EvidenceKeeper:
             self._step.limit = 0.0 if math.isinf(max_norm) else float(max_norm)
             return self._step.clip_norm
 
-        self._hooks.callback(stand_in(self._accelerator, "clip_grad_norm_", clip_grad_norm_))
+        self._hooks.callback(replace_method(self._accelerator, "clip_grad_norm_", clip_grad_norm_))
 
     def _step_begins(self) -> None:
         if not self.is_open:
@@ -258,7 +250,7 @@ class EvidenceKeeper:
     # Kept tensors
 
     def _keep_weights(self, name: str) -> None:
-        self._write_whole(name, self._backend.whole_weight)
+        self._write_whole(name, self._backend.full_weight)
 
     def _write_whole(self, name: str, gather: Callable[[Any], torch.Tensor]) -> float:
         """Write a whole tensor of each parameter on rank 0, as fp32 safetensors; a collective.
@@ -266,6 +258,7 @@ class EvidenceKeeper:
         Holds only one tensor at a time. Returns the norm of all tensors together.
         """
         if not self._main:
+            # Gathering is a collective: the other ranks take part in it, and keep nothing.
             return sum(_square(gather(p)) for p in self._parameters.values()) ** 0.5
         squares = 0.0
         with (self.folder / name).open("wb") as file:
@@ -291,7 +284,7 @@ class EvidenceKeeper:
             gradients = (p.grad for p in self._parameters.values() if p.grad is not None)
             step.gradients_digest = _digest(map(local, gradients))
         step.gradient_norm = self._write_whole(
-            GRADIENTS_FILE, lambda parameter: self._backend.whole_gradient(parameter) / held_scale
+            GRADIENTS_FILE, lambda parameter: self._backend.full_gradient(parameter) / held_scale
         )
         step.scale = loss_scale
         step.groups = self._described_groups()
@@ -319,7 +312,7 @@ class EvidenceKeeper:
         unknown = [None] * len(step.read)
         ids = step.sample_ids if len(step.sample_ids) == len(unknown) else unknown
         return {
-            "reader": self._backend.data_parallel_rank(),
+            "data_parallel_rank": self._backend.data_parallel_rank(),
             "read": [
                 read.described(row_ids, scale=step.scale)
                 for read, row_ids in zip(step.read, ids, strict=True)
@@ -335,6 +328,7 @@ class EvidenceKeeper:
             return
         step = self._step
         squares = [rank["squares"] for rank in ranks]
+        # Ranks that hold different parts, or none, have no digests that should agree.
         apart = self._sharded or self._backend.steps_in_backward or self._backend.one_rank_steps
         if self._backend.one_rank_steps:
             squares = [square for square in squares if square is not None]
@@ -354,34 +348,33 @@ class EvidenceKeeper:
                 "num_processes": len(ranks),
                 "step": self._number,
                 "given": self._weights is not None,
-                "ranks": _of_readers(ranks),
+                "ranks": _with_distinct_rows(ranks),
                 "gradient_norm": step.gradient_norm,
                 "gradients_agree": None if apart else _agree(ranks, "gradients_digest"),
                 "weights_agree": None if self._sharded else _agree(ranks, "weights_digest"),
                 "before_agree": None if self._sharded else _agree(ranks, "before_digest"),
                 "clipping": clipping,
                 "optimizer": Optimizer(
-                    name=type(optimizer_of(self._optimizer)).__name__,
-                    groups=step.groups,
+                    name=type(optimizer_of(self._optimizer)).__name__, groups=step.groups
                 ),
             },
         )
 
 
-def _of_readers(ranks: list[dict[str, Any]]) -> list[list[MicroBatch]]:
+def _with_distinct_rows(ranks: list[dict[str, Any]]) -> list[list[MicroBatch]]:
     """Return the micro-batches of each rank that reads rows of its own.
 
     Of ranks that share layers, the first that saw a loss; all of them if they read other rows.
     """
     groups: dict[int, list[list[MicroBatch]]] = {}
     for rank in ranks:
-        groups.setdefault(rank["reader"], []).append(rank["read"])
-    readers: list[list[MicroBatch]] = []
+        groups.setdefault(rank["data_parallel_rank"], []).append(rank["read"])
+    distinct: list[list[MicroBatch]] = []
     for group in groups.values():
         saw = [read for read in group if read] or group[:1]
         tokens = [[row["tokens"] for batch in read for row in batch["rows"]] for read in saw]
-        readers += saw[:1] if tokens.count(tokens[0]) == len(tokens) else saw
-    return readers
+        distinct += saw[:1] if tokens.count(tokens[0]) == len(tokens) else saw
+    return distinct
 
 
 class _Read:
@@ -399,6 +392,7 @@ class _Read:
         self._inputs, self._logits = inputs, getattr(output, "logits", None)
         self._rows: list[RowRead] = []
         self.take_labels(inputs.get("labels"))
+        # The gradient at the loss is the factor with which backward began.
         loss.register_hook(self._backward)
 
     def take_labels(self, labels: torch.Tensor | None) -> None:
@@ -499,6 +493,7 @@ def _header(parameters: Mapping[str, Any]) -> bytes:
         entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries).encode()
+    # safetensors aligns the numbers to 8 bytes, by spaces behind the header.
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 

@@ -1,4 +1,4 @@
-"""The forwards of one model of any script: the rows that they read, and how they were called.
+"""The forwards of one model of any script: their rows, how they were called, and in which dtypes.
 
 Hooks alone, without a collective: each rank keeps its own, and `between_ranks` compares them.
 Forwards without gradients are an evaluation's, and are left out.
@@ -7,13 +7,18 @@ Forwards without gradients are an evaluation's, and are left out.
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from contextlib import ExitStack
 from typing import Any, Final
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
-from toolkit.engines.tensors import compiled, local, tensors_in
+from toolkit.engines.hooks import Undo, nothing
+from toolkit.engines.tensors import compiled, dtype_name, local, tensors_in
 from toolkit.engines.wrappers import innermost
+from toolkit.measuring.traffic import CountingMode
+from toolkit.records.evidence import IGNORED
 
 MAX_FORWARDS: Final = 10_000
 """Forwards whose rows are kept, the first ones."""
@@ -67,6 +72,7 @@ class Forwards:
             return
         self.since_step += 1
         self._modes.add(module.training)
+        # Only the wrapper's hooks raise the depth: without them the model inside was called alone.
         self.bypassed += self._wrapped and not self._depth
         if len(self.rows) < MAX_FORWARDS:
             self.rows.append(hashes_of_rows([args, kwargs]))
@@ -93,3 +99,88 @@ def hashes_of_rows(inputs: Any) -> list[int]:
 def _has_rows(tensor: torch.Tensor) -> bool:
     odd = tensor.is_nested or tensor.is_meta or tensor.layout != torch.strided
     return tensor.dim() > 0 and not odd
+
+
+class LearnedRows:
+    """Counts the rows that a rank trains without a token to learn, on the device until the end.
+
+    All labels of such a row are -100: its mask is empty, or a cut leaves the prompt alone. Its loss
+    is 0, or not a number, and a training of such rows ends well.
+    """
+
+    def __init__(self) -> None:
+        self._rows = 0
+        self._idle: torch.Tensor | int = 0
+
+    def before_forward(self, module: torch.nn.Module, _: Any, inputs: dict[str, Any]) -> None:
+        """Count the rows of one forward in training: a pre-hook that is given keywords."""
+        if module.training:
+            self.count(inputs.get("labels"))
+
+    def count(self, labels: Any) -> None:
+        """Count rows by their labels (B, T); anything else is no batch of tokens."""
+        if not isinstance(labels, torch.Tensor) or labels.dim() != 2:
+            return
+        self._rows += len(labels)
+        # A causal LM never predicts the first token.
+        self._idle = self._idle + (labels[:, 1:] == IGNORED).all(dim=1).sum()
+
+    def notes(self) -> list[str]:
+        """Return a sentence on rows without a token to learn, if there were any."""
+        idle = int(self._idle)
+        if not idle:
+            return []
+        return [
+            f"{idle:,} of the {self._rows:,} rows that rank 0 trained had no token to learn: all "
+            "their labels are -100, as where a mask is empty or a prompt alone fills a row that "
+            "was cut"
+        ]
+
+
+class Products(CountingMode):
+    """Counts the floating-point operations of products, convolutions and attention by dtype.
+
+    The precision that an Accelerator or an engine names is a request: a head may be kept in fp32,
+    and FSDP2 casts by a policy of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operations: Counter[str] = Counter()
+
+    def watch_first(self, model: torch.nn.Module) -> Undo:
+        """Count in the first forward that computes gradients; not of a compiled model."""
+        if compiled(model):
+            return nothing
+
+        def before(*_: Any) -> None:
+            if torch.is_grad_enabled() and not self._operations:
+                self.begin_counting()
+
+        hooks = (
+            model.register_forward_pre_hook(before),
+            model.register_forward_hook(lambda *_: self.stop(), always_call=True),
+        )
+
+        def undo() -> None:
+            for hook in hooks:
+                hook.remove()
+
+        return undo
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        count = flop_registry.get(getattr(func, "_overloadpacket", func))
+        if count is not None:
+            dtype = next(dtype_name(a.dtype) for a in args if isinstance(a, torch.Tensor))
+            self._operations[dtype] += int(count(*args, **kwargs, out_val=result))
+        return result
+
+    def shares(self) -> dict[str, float]:
+        """Return each dtype's share of all operations, the largest first; empty without any."""
+        total = self._operations.total()
+        return {dtype: count / total for dtype, count in self._operations.most_common() if total}
+
+    def __str__(self) -> str:
+        """Return the shares as text: `bfloat16 71%, float32 29%`."""
+        return ", ".join(f"{dtype} {share:.0%}" for dtype, share in self.shares().items())

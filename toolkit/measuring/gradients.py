@@ -1,8 +1,15 @@
-"""The gradient norm of each parameter in the first step that updates, before clipping.
+"""Norms of the gradients of a step before clipping, each held against something independent.
 
-The norm of all gradients together hides a small tensor: half the gradient of one norm vector moves
-it by less than rounding may in a deep model. Each rank keeps the squares of its own parts, on the
-device; they are read at the end, and added up over the ranks.
+Of each parameter in the first step that updates: the norm of all gradients together hides a small
+tensor, since half the gradient of one norm vector moves it by less than rounding may in a deep
+model. Each rank keeps the squares of its own parts (`Squares`), on the device; they are read at the
+end, and added up over the ranks.
+
+Of all gradients once, in the step that carries the ledgers: the norm that clips is held to the full
+gradients (`FullGradients`). Clipping adds up the squares of all ranks' parts, each divided by the
+number of its copies, and `Squares` do the same: a wrong number of copies would be wrong in both.
+For full gradients no copies are counted. Every rank has each gradient whole, so that ranks which
+would step with different ones are found as well.
 """
 
 from __future__ import annotations
@@ -16,8 +23,9 @@ import torch
 
 from toolkit.engines.base import Backend
 from toolkit.engines.hooks import Undo
+from toolkit.engines.tensors import sum_of_squares
 from toolkit.errors import UsageError
-from toolkit.measuring.attestation import gather_objects
+from toolkit.measuring.attestation import Mismatch, gather_objects
 
 HEAVY: Final = 0.99
 """Share of the sum of squares of all gradients from which one row of a matrix is named."""
@@ -158,3 +166,96 @@ def merged(ranks: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     names = dict.fromkeys(name for rank in known for name in rank["squares"])
     norms = {name: sum(rank["squares"].get(name, 0.0) for rank in known) ** 0.5 for name in names}
     return {"step": known[0]["step"], "norms": norms}
+
+
+NORM_GAP: Final = {torch.float32: 5e-5}
+"""Largest relative gap of the norm by the dtype of the gradients, beside that of rounding within
+one tensor."""
+
+NORM_GAP_16_BIT: Final = 4e-3
+"""The same for gradients of 16 bits: torch rounds the norm of each tensor to their dtype."""
+
+GRADIENT_GAP: Final = 1e-3
+"""Largest gap between two ranks' norms of one gradient, relative to it."""
+
+OF_ALL: Final = 1e-6
+"""Added to that gap, relative to the norm of all gradients: some gradients are only rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullGradients:
+    """The norms of the full gradients of one step before clipping, as one rank sees them."""
+
+    norms: dict[str, float]
+    """By the names of the trained parameters."""
+
+    tolerance: float
+    """The largest gap that rounding explains between the norm of all and the one that clips."""
+
+    @property
+    def norm(self) -> float:
+        """The norm of all gradients together."""
+        return math.hypot(*self.norms.values())
+
+
+def gather_full(backend: Backend, *, scale: float) -> FullGradients:
+    """Gather each trained parameter's gradient and return the norms; a collective.
+
+    Args:
+        backend: Of a model whose last backward of a step is done.
+        scale: The factor by which the loss was multiplied.
+    """
+    norms: dict[str, float] = {}
+    gap, rounded = 0.0, 0.0
+    for name, parameter in backend.full_parameters():
+        if parameter.requires_grad:
+            gradient = backend.full_gradient(parameter)
+            norms[name] = math.sqrt(float(sum_of_squares(gradient))) / scale
+            # fp32 loses digits in a long sum on a CPU: 4e-4 over 10 million elements (torch 2.13).
+            rounded = math.hypot(rounded, float(torch.linalg.vector_norm(gradient)) / scale)
+            gap = max(gap, NORM_GAP.get(gradient.dtype, NORM_GAP_16_BIT))
+    norm = math.hypot(*norms.values())
+    return FullGradients(norms=norms, tolerance=gap * norm + 2 * abs(rounded - norm))
+
+
+def clipping_mismatches(
+    of_ranks: Sequence[tuple[FullGradients | None, float | None]],
+) -> list[Mismatch]:
+    """List what differs: the first gradient of a rank, or else the norm by which it clipped.
+
+    Gradients that are not finite on rank 0 nor on a rank are left to the guards.
+
+    Args:
+        of_ranks: What every rank has gathered, and the norm by which it clipped; None of a rank
+            that has none.
+    """
+    return [
+        mismatch
+        for rank, (full, norm) in enumerate(of_ranks)
+        if (mismatch := _mismatch(of_ranks[0][0], full, norm, rank=rank)) is not None
+    ]
+
+
+def _mismatch(
+    first: FullGradients | None, full: FullGradients | None, norm: float | None, *, rank: int
+) -> Mismatch | None:
+    if first is None or full is None:
+        return None
+    if not (math.isfinite(first.norm) or math.isfinite(full.norm)):
+        return None
+    for name, wanted in first.norms.items():
+        if not abs(full.norms[name] - wanted) <= GRADIENT_GAP * wanted + OF_ALL * first.norm:
+            return Mismatch(
+                what=f"gradient norm of {name}",
+                asked=f"{wanted:.6g} as on rank 0",
+                engaged=f"{full.norms[name]:.6g}",
+                rank=rank,
+            )
+    if norm is None or abs(norm - full.norm) <= full.tolerance:
+        return None
+    return Mismatch(
+        what="gradient norm that clips",
+        asked=f"{full.norm:.6g}, that of the gathered gradients",
+        engaged=f"{norm:.6g}",
+        rank=rank,
+    )

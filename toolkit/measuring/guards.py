@@ -9,7 +9,6 @@ than a spike: the bounds are far beyond the numbers of successful trainings
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections import deque
 from collections.abc import Callable
@@ -19,7 +18,9 @@ from typing import Any, Literal, NoReturn
 
 from toolkit.environment import PREFER_CUDNN
 from toolkit.errors import GuardError
+from toolkit.escaping import listed
 from toolkit.launching.ranks import say
+from toolkit.records.manifests import checkpoint_step
 
 Mode = Literal["stop", "warn"]
 
@@ -126,11 +127,11 @@ class Guards:
         self.slow_rank: Mode = slow_rank
         self.factor = grad_norm_factor
         self.warnings: list[dict[str, Any]] = []
-        self.spoiled_at: int | None = None
+        self.first_bad_step: int | None = None
         """The first step that was not finite, or after which ranks differed. Weights from there on
         are not worth a checkpoint."""
 
-        self._spoiled_why = ""
+        self._why_bad = ""
 
         self.last_checkpoint: Callable[[], Path | None] = lambda: newest_checkpoint(checkpoints)
         self.not_watched: dict[str, str] = {}
@@ -150,7 +151,7 @@ class Guards:
             "not_watched": self.not_watched,
         }
 
-    def judge(self, health: StepHealth, everyone: Callable[[], list[RankHealth]]) -> None:
+    def check_step(self, health: StepHealth, everyone: Callable[[], list[RankHealth]]) -> None:
         """Raise or warn where a step went wrong; every rank calls it with the same numbers.
 
         Raises:
@@ -183,15 +184,16 @@ class Guards:
         if not self._warned_of_checkpoints:
             self._warned_of_checkpoints = True
             say_on_rank_0(
-                f"no checkpoint is written after step {self.spoiled_at}, {self._spoiled_why}."
+                f"no checkpoint is written after step {self.first_bad_step}, {self._why_bad}."
             )
 
-    def spoil(self, step: int, why: str) -> None:
-        """Keep the first step whose weights are not worth a checkpoint, and the reason."""
-        if self.spoiled_at is None:
-            self.spoiled_at, self._spoiled_why = step, why
+    def note_bad_step(self, step: int, why: str) -> None:
+        """Note a step from which on weights are not worth a checkpoint; the first one counts."""
+        if self.first_bad_step is None:
+            self.first_bad_step, self._why_bad = step, why
 
     def _stop(self, sentence: str, advice: str) -> NoReturn:
+        # Here alone: the flags of the guards are read before torch is imported.
         from toolkit.measuring.attestation import gather_objects
 
         last = gather_objects(self.last_checkpoint())[0]  # others may not reach rank 0's disk
@@ -203,8 +205,8 @@ class Guards:
     def _judge_numbers(self, health: StepHealth, everyone: Callable[[], list[RankHealth]]) -> None:
         self._skipped = self._skipped + 1 if health.skipped else 0
         if not health.loss_is_finite or not health.norm_is_finite:
-            first = self.spoiled_at is None
-            self.spoil(health.step, "which was not finite")
+            first = self.first_bad_step is None
+            self.note_bad_step(health.step, "which was not finite")
             if first or self.mode == "stop":
                 self._tell_not_finite(health, everyone())
         elif self._skipped == SKIPPED_IN_A_ROW:
@@ -226,12 +228,12 @@ class Guards:
                 for rank in bad
                 if rank.sample_ids
             )
-            losses = _listed(f"{rank.loss:g} on rank {rank.rank}" for rank in bad)
+            losses = listed(f"{rank.loss:g} on rank {rank.rank}" for rank in bad)
             sentence = f"The loss of step {health.step} is not finite: {losses}{rows}."
             advice = "Look at those rows, lower --learning_rate, or train in bf16 or fp32."
             self.report("loss", sentence, advice, step=health.step)
             return
-        norms = _listed(
+        norms = listed(
             f"{rank.grad_norm:g} on rank {rank.rank}"
             for rank in ranks
             if rank.grad_norm is not None and not math.isfinite(rank.grad_norm)
@@ -312,11 +314,11 @@ class Norms:
         self._largest = 0.0
 
     def above(self, norm: float) -> float:
-        """Return how many times the median a norm is, and keep it.
+        """Return a norm divided by the median of the last norms, and add it to them.
 
         Returns:
-            0 while too few are known, and for a norm below an earlier one: a model that has learned
-            its rows has small norms, and new rows bring back its first, larger ones.
+            0 while too few norms are known, and for a norm below an earlier one: a model that has
+            learned its rows has small norms, and new rows bring back its first, larger ones.
         """
         median = statistics.median(self._kept) if len(self._kept) >= NORMS_NEEDED else 0.0
         times = norm / median if median > 0 and norm > self._largest else 0.0
@@ -335,9 +337,9 @@ def newest_checkpoint(folder: Path | None) -> Path | None:
     # The manifest of a committed checkpoint, or the last file of the Trainer's but random states.
     ends = ("manifest.json", "trainer_state.json")
     complete = {
-        int(matched[1]): path
+        step: path
         for path in folder.glob("checkpoint-*")
-        if (matched := re.fullmatch(r"checkpoint-(\d+)", path.name))
+        if (step := checkpoint_step(path)) is not None
         and any((path / end).exists() for end in ends)
     }
     return complete[max(complete)] if complete else None
@@ -347,7 +349,7 @@ def odd_ones_out(values: dict[int, Any]) -> str:
     """Name the ranks whose value differs from the majority; rank 0's value decides a tie."""
     counts = {rank: [*values.values()].count(value) for rank, value in values.items()}
     usual = values[max(values, key=lambda rank: (counts[rank], -rank))]
-    return _listed(f"rank {rank}" for rank, value in values.items() if value != usual).capitalize()
+    return listed(f"rank {rank}" for rank, value in values.items() if value != usual).capitalize()
 
 
 def say_on_rank_0(sentence: str) -> None:
@@ -373,11 +375,6 @@ def _about_cudnn() -> str:
         "cuDNN's attention gives such gradients at times: leave out --cudnn_attention, or in a "
         "script of your own call torch.backends.cuda.enable_cudnn_sdp(False) before training. "
     )
-
-
-def _listed(items: Any) -> str:
-    words = list(items)
-    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)
 
 
 def _few(ids: list[int]) -> str:

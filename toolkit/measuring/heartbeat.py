@@ -30,6 +30,8 @@ FIELDS = 7
 
 Choice = Literal["stop", "warn", "off"]
 
+# A maximum of negated numbers is their minimum: with both, ranks see whether all orders are equal,
+# and how long the least busy rank worked.
 _NORM, _ORDER, _ORDER_NEGATED, _BUSIEST, _IDLEST_NEGATED, _WALL, _STOP = range(FIELDS)
 
 # Codes in place of a norm, from least to worst, so that the maximum keeps the worst. Norms are
@@ -89,7 +91,7 @@ class Heartbeat:
         fields = sent.fields()
         self.stop_agreed = self.stop_agreed or fields[_STOP] > 0
         health = _step_health(sent.step, fields, of_a_shard=self._of_a_shard)
-        self.guards.judge(health, lambda: gather_objects(sent.health.read()))
+        self.guards.check_step(health, lambda: gather_objects(sent.health.read()))
 
     # Calls from the recorder
 

@@ -88,7 +88,7 @@ def watched(*, meeting: bool = False) -> Generator[None]:
                 time.sleep(LISTENING_SECONDS)  # launchers end all ranks when the first one leaves
             raise
         return
-    signs = Signs(number=number(), machines=count(), meeting=meeting)
+    signs = MachineSigns(number=number(), machines=count(), meeting=meeting)
     signs.start()
     goes_on = False
     try:
@@ -103,7 +103,7 @@ def watched(*, meeting: bool = False) -> Generator[None]:
 
 
 @dataclass(eq=False)
-class Signs:
+class MachineSigns:
     """The signs of life of all machines, of which this one leaves its own."""
 
     number: int

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from toolkit.measuring import gradients, machines, serving, traffic
+from toolkit.measuring import gradients, machines, traffic
 from toolkit.measuring.clock import PHASES
-from toolkit.records.fields import fields_of, spread_of, unmeasured, value_at
+from toolkit.records.fields import (
+    ServerExchange,
+    ServerLoad,
+    fields_of,
+    spread_of,
+    unmeasured,
+    value_at,
+)
 from toolkit.records.record import Record
+
+STATES = ("parameters_bytes", "gradients_bytes", "optimizer_bytes")
+"""The memory that a parameter server and its workers are compared by."""
 
 WARMUP_STEPS = 2
 """Steps before timing starts: the first step of a shape pays for kernels and allocations."""
@@ -28,11 +38,11 @@ def merge(
         throughput_steps: Number of last steps on packed rows, which are only for timing.
         probed: Steps that carried ledgers, from 1: they are slower, and not timed.
     """
-    first, readers = ranks[0], _readers(ranks)
+    first, distinct = ranks[0], _with_distinct_rows(ranks)
     count = len(first["losses"]) - throughput_steps
     losses = [statistics.fmean(values) for values in _by_step(ranks, "losses")]
     not_measured: dict[str, str] = {}
-    ids = [rank["sample_ids"][:count] for rank in readers]
+    ids = [rank["sample_ids"][:count] for rank in distinct]
     if any(step is None for rank in ids for step in rank):
         not_measured["sample_ids"] = "the data set has no sample_id column"
     if all(norm is None for norm in first["grad_norms"]):
@@ -44,20 +54,20 @@ def merge(
     if None in peaks:
         reasons = [rank["no_peak"] for rank in ranks if rank["no_peak"]]
         not_measured["peak"] = reasons[0] if reasons else traffic.NOT_COUNTED
-    served = first["serving"]
+    exchange = first["server_exchange"]
     counted = traffic.merged(
         [rank["traffic"] for rank in ranks],
-        server=None if served is None else served["rank"],
-        stages=[rank["stage"] for rank in ranks],
+        server=None if exchange is None else exchange["rank"],
+        stages=[rank["traffic_group"] for rank in ranks],
     )
     if counted is None:
         not_measured["traffic"] = traffic.NOT_COUNTED
     values = unmeasured() | _declared(ranks, not_measured)
-    values |= _times(ranks, readers, throughput_steps, probed, values["warm_up"], not_measured)
+    values |= _times(ranks, distinct, throughput_steps, probed, values["warm_up"], not_measured)
     return values | {
         "num_processes": len(ranks),
         "machines": machines.of_ranks(ranks),
-        "data_parallel_size": len({rank["reads_as"] for rank in ranks}),
+        "data_parallel_size": len({rank["data_parallel_rank"] for rank in ranks}),
         "losses": losses[:count],
         # Every rank has the norm over all of them.
         "grad_norms": first["grad_norms"][:count],
@@ -75,7 +85,7 @@ def merge(
         "peak": None if None in peaks else max(peaks, key=lambda peak: peak["total_bytes"]),
         "traffic": counted,
         "pipeline": first["pipeline"],
-        "server": None if counted is None or served is None else serving.load_of(ranks),
+        "server": None if counted is None or exchange is None else _server_load(ranks),
         "not_measured": not_measured,
     }
 
@@ -98,14 +108,14 @@ def _declared(ranks: list[dict[str, Any]], not_measured: dict[str, str]) -> dict
     return merged
 
 
-def _readers(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_distinct_rows(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one rank of each group that shares layers, so that each row counts once.
 
     All ranks, if the ranks of a group did not train the same rows.
     """
     groups: dict[int, list[dict[str, Any]]] = {}
     for rank in ranks:
-        groups.setdefault(rank["reads_as"], []).append(rank)
+        groups.setdefault(rank["data_parallel_rank"], []).append(rank)
     alike = all(
         [(r["sample_ids"], r["tokens"]) for r in group].count(
             (group[0]["sample_ids"], group[0]["tokens"])
@@ -118,7 +128,7 @@ def _readers(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _times(
     ranks: list[dict[str, Any]],
-    readers: list[dict[str, Any]],
+    distinct: list[dict[str, Any]],
     throughput_steps: int,
     probed: Sequence[int],
     warm_up: dict[str, Any],
@@ -131,7 +141,7 @@ def _times(
     phases = list(_by_step(ranks, "phases"))
     # Ranks wait for each other within a step: the slowest one's clock is that of all.
     seconds = [max(sum(rank.values()) for rank in step) for step in phases]
-    tokens = [sum(values) for values in _by_step(readers, "tokens")]
+    tokens = [sum(values) for values in _by_step(distinct, "tokens")]
     packed_from = len(seconds) - throughput_steps if throughput_steps else 0
     after = range(packed_from + WARMUP_STEPS, len(seconds))
     timed = [step for step in after if step + 1 not in probed]
@@ -142,7 +152,7 @@ def _times(
         # Total over total: a mean of rates would let one short step outweigh a long one.
         taken = sum(seconds[step] for step in after)
         speeds["tokens_per_second"] = sum(tokens[step] for step in after) / taken
-        supervised = list(_by_step(readers, "supervised"))
+        supervised = list(_by_step(distinct, "supervised"))
         counts = [count for step in after for count in supervised[step]]
         if None in counts:
             not_measured["supervised_tokens_per_second"] = "the batches have no labels to count"
@@ -177,3 +187,35 @@ def _times(
 def _by_step(ranks: list[dict[str, Any]], name: str) -> Iterator[tuple[Any, ...]]:
     """Yield every rank's value of each step."""
     return zip(*(rank[name] for rank in ranks), strict=True)
+
+
+def _server_load(ranks: Sequence[dict[str, Any]]) -> ServerLoad:
+    """Return the load of a parameter server, beside that of a worker and of an all-reduce."""
+    exchange: ServerExchange = ranks[0]["server_exchange"]
+    server = ranks[exchange["rank"]]
+    workers = [rank for rank in ranks if rank is not server]
+    return ServerLoad(
+        rank=exchange["rank"],
+        workers=exchange["workers"],
+        received_bytes=_moved(server, "receive", "gradients"),
+        sent_bytes=_moved(server, "send", "parameters"),
+        expected_bytes=exchange["workers"] * exchange["pushed_bytes"],
+        worker_sent_bytes=max(_moved(rank, "send", "gradients") for rank in workers),
+        worker_received_bytes=max(_moved(rank, "receive", "parameters") for rank in workers),
+        all_reduce_bytes=exchange["pushed_bytes"] * traffic.ring_factor("all_reduce", len(ranks)),
+        states_bytes=_state_bytes(server),
+        buffer_bytes=server["server_exchange"]["buffer_bytes"],
+        worker_states_bytes=max(map(_state_bytes, workers)),
+    )
+
+
+def _moved(rank: dict[str, Any], kind: Literal["send", "receive"], purpose: str) -> int:
+    return sum(
+        calls["payload_bytes"]
+        for calls in rank["traffic"]["collectives"]
+        if (calls["kind"], calls["purpose"]) == (kind, purpose)
+    )
+
+
+def _state_bytes(rank: dict[str, Any]) -> int:
+    return sum(rank["memory"][name] for name in STATES)

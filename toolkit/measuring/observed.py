@@ -1,15 +1,20 @@
-"""What hooks alone see of a training, in any script: its models, its optimizers, its rows.
+"""Observations of any script by hooks alone: its models, its optimizers, its rows.
 
 Nothing is sent in a step. At the end each rank makes a `Report`, and `between_ranks` holds those of
 all ranks against each other.
+
+Also found is a loss of a user's own whose step adds up the means of its micro-batches. The Trainer
+(transformers 5.24) passes `compute_loss` the number of tokens of the whole step, and does not
+divide by the micro-batches. A subclass that leaves the number out, as examples for older releases
+do, trains with gradients that are as many times too large as a step has micro-batches.
 """
 
 from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,8 +23,8 @@ import torch
 from toolkit.engines.backend import backend_of
 from toolkit.engines.loading import loads_on_rank_0
 from toolkit.engines.optimizers import optimizer_of
-from toolkit.engines.prepared import world_size
 from toolkit.engines.tensors import is_spread, named_parameters, plain_name
+from toolkit.engines.wrapped import world_size
 from toolkit.engines.wrappers import (
     class_name,
     innermost,
@@ -30,8 +35,8 @@ from toolkit.engines.wrappers import (
     watch_wrapping,
 )
 from toolkit.measuring.between_ranks import ModelReport, OptimizerReport, Report, TensorReport
-from toolkit.measuring.equal_weights import checksums
 from toolkit.measuring.forwards import Forwards
+from toolkit.measuring.replica_checks import checksums
 from toolkit.measuring.stepped import Optimizers, Stepped, SteppedTensor, rates_of
 
 
@@ -70,8 +75,8 @@ class Place(NamedTuple):
 
     model: ObservedModel
     name: str
-    piece: tuple[int, ...] | None
-    """As `Backend.pieces` says; None where no other rank has the same piece."""
+    shard: tuple[int, ...] | None
+    """As `Backend.parameter_shards` says; None where no other rank has the same shard."""
 
 
 class Observed:
@@ -191,10 +196,10 @@ class Observed:
     def _placed(self, observed: ObservedModel) -> Iterator[tuple[Place, Any]]:
         """Yield the present parameters of a model, each with its place."""
         alone = left_out_of_reduction(observed.model)
-        pieces = {name: piece for name, _, piece in backend_of(observed.model).pieces()}
+        shards = {name: shard for name, _, shard in backend_of(observed.model).parameter_shards()}
         for name, parameter in named_parameters(observed.model):
-            piece = None if name in alone else pieces.get(name)
-            yield Place(observed, name, piece), parameter
+            shard = None if name in alone else shards.get(name)
+            yield Place(observed, name, shard), parameter
 
     # At the end
 
@@ -227,7 +232,7 @@ class Observed:
         before = dict(self._tensors(observed, prepared_alone=True)) if unprepared else {}
         return ModelReport(
             name=observed.name,
-            reader=backend_of(observed.model).data_parallel_rank(),
+            data_parallel_rank=backend_of(observed.model).data_parallel_rank(),
             at_start=observed.at_start,
             tensors=dict(self._others(observed)) | tensors,
             prepared_before={name: before[name] for name in unprepared & before.keys()},
@@ -254,11 +259,11 @@ class Observed:
                     latest[place.name] = held, index
         for name, (held, index) in latest.items():
             place = self._places[id(held.tensor)]
-            if place is not None and place.piece is not None:
+            if place is not None and place.shard is not None:
                 yield (
                     name,
                     TensorReport(
-                        piece=[*place.piece],
+                        shard=[*place.shard],
                         after=held.after,
                         now=held.now(),
                         steps=held.steps,
@@ -277,12 +282,12 @@ class Observed:
     def _others(self, observed: ObservedModel) -> Iterator[tuple[str, TensorReport]]:
         """Yield the trained parameters as they are now, for ranks that have not stepped them."""
         for place, parameter in self._placed(observed):
-            if parameter.requires_grad and place.piece is not None:
+            if parameter.requires_grad and place.shard is not None:
                 now = SteppedTensor(parameter, before=None).now()
                 yield (
                     place.name,
                     TensorReport(
-                        piece=[*place.piece],
+                        shard=[*place.shard],
                         after=None,
                         now=now,
                         steps=0,
@@ -339,3 +344,42 @@ def sums_at_start(model: torch.nn.Module) -> dict[str, int] | None:
     if any(is_spread(p) or p.is_meta for p in model.parameters()):
         return None
     return {plain_name(name): value for name, value in checksums(model).items()}
+
+
+@contextmanager
+def judging_loss(
+    model: Any, *, micro_batches: int, of: str
+) -> Iterator[Callable[[torch.Tensor], str | None]]:
+    """Watch the forwards of one micro-batch, and yield a check of the loss that it is trained with.
+
+    The check returns a sentence where a step would add such means up. A loss that differs from the
+    model's own mean may be weighted, distilled or divided: it passes.
+
+    Args:
+        model: The wrapped model.
+        micro_batches: Of the optimizer step, more than one.
+        of: Name of the trainer's class.
+    """
+    means: list[torch.Tensor] = []
+
+    def keep_mean(_: Any, __: Any, inputs: dict[str, Any], output: Any) -> None:
+        loss = getattr(output, "loss", None)
+        if loss is not None and inputs.get("num_items_in_batch") is None:
+            means.append(loss.detach().clone())  # a copy: the loss may be divided in place
+
+    def problem(loss: torch.Tensor) -> str | None:
+        if not any(mean.equal(loss.to(mean)) and mean.item() != 0 for mean in means):
+            return None
+        return (
+            f"compute_loss of {of} returns the model's own mean over a micro-batch, and a step "
+            f"adds up those of {micro_batches} micro-batches: loss and gradients are "
+            f"{micro_batches} times too large. Pass num_items_in_batch on to "
+            "super().compute_loss, which divides by the tokens of the step, or divide the loss "
+            "by self.current_gradient_accumulation_steps."
+        )
+
+    hook = model.register_forward_hook(keep_mean, with_kwargs=True)
+    try:
+        yield problem
+    finally:
+        hook.remove()

@@ -21,38 +21,30 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from toolkit.engines.backend import backend_of, traits_of
+from toolkit.engines.backend import backend_of, spec_of
 from toolkit.engines.base import Backend
-from toolkit.engines.hooks import Undo, nothing, stand_in
+from toolkit.engines.hooks import Undo, nothing, replace_method
 from toolkit.engines.tensors import compiled, number
 from toolkit.files import without_links, write_text
 from toolkit.launching import forking
 from toolkit.launching.processes import age_seconds
 from toolkit.launching.progress import progressed
 from toolkit.launching.status import StatusFile
-from toolkit.measuring import (
-    attestation,
-    clipping,
-    equal_weights,
-    gradients,
-    machines,
-    memory,
-    traffic,
-)
+from toolkit.measuring import attestation, gradients, machines, memory, replica_checks, traffic
 from toolkit.measuring.attestation import Mismatch, Refused, Requested, gather_objects
 from toolkit.measuring.clock import Clock
 from toolkit.measuring.evidence import EvidenceKeeper
 from toolkit.measuring.guards import say_on_rank_0
 from toolkit.measuring.heartbeat import Heartbeat
 from toolkit.measuring.merging import merge
-from toolkit.measuring.order import OrderWatch
 from toolkit.measuring.peak import COMPILED, PeakLedger
+from toolkit.measuring.replica_checks import OrderCheck
 from toolkit.records.fields import unmeasured
 from toolkit.records.json_files import json_line
 
 
 class Recorder:
-    """Records one rank of one run, and refuses the run if requested settings did not engage.
+    """Records one rank of one run, and refuses the run if requested settings did not take effect.
 
     Models are those that `Accelerator.prepare` returned. If a guard stops the run, the method that
     noticed raises `GuardError` on every rank.
@@ -73,15 +65,15 @@ class Recorder:
         self.heartbeat = heartbeat
         """The exchange between the ranks after each step; None with the guards off."""
 
-        self._order = OrderWatch()
+        self._order = OrderCheck()
         self._evidence = evidence
-        self.engaged: dict[str, Any] = {}
+        self.actual: dict[str, Any] = {}
         self.notes = list(notes or ())
         self._printed_notes: list[str] = []
         self.rehearsal = rehearsal
         self._steps_file = steps_file
         self._status = status
-        self._rank = self._reads_as = 0
+        self._rank = self._data_parallel_rank = 0
         self._device = "cpu"
         self._scales_loss = False
         self._clock = Clock()
@@ -102,19 +94,19 @@ class Recorder:
 
         self._grad_norm: Any = None
         self._gradients: gradients.Squares | None = None
-        self._whole: clipping.WholeGradients | None = None
+        self._full_gradients: gradients.FullGradients | None = None
         self._bytes: dict[str, int | None] = {}
         self._model: Any = None
         self._ledger = traffic.Ledger()
         self._traffic: dict[str, Any] | None = None
         self._slots: Any = None
-        self._serving: Any = None
-        self._stage = 0
+        self._server_exchange: Any = None
+        self._traffic_group = 0
         self._peak_ledger = PeakLedger()
         self._peak: dict[str, Any] | None = None
         self._no_peak: str | None = None
         self._optimizer: Any = None
-        self._clock.watch_builds(traits_of(requested.strategy, requested.num_processes))
+        self._clock.watch_builds(spec_of(requested.strategy, requested.num_processes))
         self._probed: list[int] = []
         self._found_inf: torch.Tensor | bool | None = None
         self._hooks = ExitStack()
@@ -125,7 +117,7 @@ class Recorder:
     def loaded(self, model: Any) -> None:
         """Compare the weights that ranks loaded, before anything wraps them."""
         if self.heartbeat is not None:
-            equal_weights.check_loaded(self.heartbeat.guards, model)
+            replica_checks.check_loaded(self.heartbeat.guards, model)
 
     def reads(self, loader: Any) -> None:
         """Watch in which order a loader, as `Accelerator.prepare` returned it, gives out rows.
@@ -133,7 +125,9 @@ class Recorder:
         A `GuardError` means that two ranks would train the same rows.
         """
         if self.heartbeat is not None:
-            watch = self._order.watch(loader, self.heartbeat.guards, reads_as=self._reads_as)
+            watch = self._order.watch(
+                loader, self.heartbeat.guards, data_parallel_rank=self._data_parallel_rank
+            )
             self._hooks.callback(watch)
 
     def prepared(self, accelerator: Any, model: Any, optimizer: Any) -> None:
@@ -145,10 +139,10 @@ class Recorder:
         self._rank = accelerator.process_index
         self._device = str(accelerator.device)
         self._scales_loss = accelerator.scaler is not None or self.requested.precision == "fp16"
-        self.engaged = attestation.engaged_before(accelerator, model)
+        self.actual = attestation.actual_before(accelerator, model)
         self._require(self.requested.before_first_step())
         backend = backend_of(model)
-        self._reads_as = backend.data_parallel_rank()
+        self._data_parallel_rank = backend.data_parallel_rank()
         self._watch_clipping(accelerator, backend)
         self._clock.watch_compiles()
         self._clock.prepared(model, optimizer)
@@ -197,7 +191,7 @@ class Recorder:
         progressed()
         self._clock.begin("other")
         reduced = None
-        if not self._attested and self._model is not None:
+        if not self._verified and self._model is not None:
             reduced = backend_of(self._model).has_reduced()
         self._step.append(_MicroBatch(loss.detach(), tokens, supervised, sample_ids, reduced))
         if self._evidence is not None:
@@ -222,7 +216,7 @@ class Recorder:
             self._status.running(self.steps_before + len(self._steps))
         if self._evidence is not None and self._evidence.is_open:
             return  # its gathers are no traffic
-        if self._attested and self._traffic is None and self._model is not None:
+        if self._verified and self._traffic is None and self._model is not None:
             self._start_ledgers()
 
     def resumed_after(self, step: int, losses: list[float] | None = None) -> None:
@@ -255,7 +249,7 @@ class Recorder:
         self._peak_ledger.stop()
         self._ledger.stop()
         self._probe_hooks.close()
-        if self.engaged:  # before training there is no peak to keep
+        if self.actual:  # before training there is no peak to keep
             self._keep_device_peaks()
         try:
             yield
@@ -317,12 +311,12 @@ class Recorder:
         self.settle()
         if self.heartbeat is not None:
             step = self.steps_before + len(self._steps)
-            equal_weights.check_replicas(self.heartbeat.guards, model, step=step)
+            replica_checks.check_replicas(self.heartbeat.guards, model, step=step)
 
-    def spoiled(self) -> bool:
+    def has_bad_step(self) -> bool:
         """Whether a guard only warned of a fault that makes checkpoints worthless."""
         guards = None if self.heartbeat is None else self.heartbeat.guards
-        if guards is None or guards.spoiled_at is None:
+        if guards is None or guards.first_bad_step is None:
             return False
         guards.no_checkpoint()
         return True
@@ -368,7 +362,7 @@ class Recorder:
         self._clock.close()
 
     def _start_ledgers(self) -> None:
-        # Inside of the ledgers, which surround the same methods: hooks are a stack, too.
+        # Inside of the ledgers, which wrap the same methods: hooks are a stack, too.
         self._probe_hooks.callback(self._watch_step_within_backward())
         self._ledger.start(self._model)
         if self._no_peak is None:
@@ -387,7 +381,7 @@ class Recorder:
         The last `throughput_steps` steps were on packed rows, only for timing.
         """
         self.settle()
-        if self._steps and not self._attested:
+        if self._steps and not self._verified:
             raise Refused("no optimizer step was taken, so what engaged was never seen whole")
         if "host_peak_bytes" not in self._bytes:
             self.peaks()
@@ -424,7 +418,7 @@ class Recorder:
             "earlier_losses": self._earlier_losses,
             "attestation": {
                 "asked": self.requested.before_first_step() | self.requested.after_first_step(),
-                "engaged": self.engaged,
+                "engaged": self.actual,
                 "held": not mismatches,
                 "mismatches": [asdict(mismatch) for mismatch in mismatches],
                 "notes": self.notes,
@@ -439,7 +433,7 @@ class Recorder:
 
         def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
             # If the step runs within backward, it is done by now.
-            if not self._attested and not backend.steps_in_backward:
+            if not self._verified and not backend.steps_in_backward:
                 self._keep_gradients(backend, scale=_scale_of(accelerator))
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
             of_all = not (args or kwargs) and _are_trained(parameters, self._model)
@@ -457,16 +451,16 @@ class Recorder:
             self._grad_norm = norm
             return norm
 
-        self._hooks.callback(stand_in(accelerator, "clip_grad_norm_", clip_grad_norm_))
+        self._hooks.callback(replace_method(accelerator, "clip_grad_norm_", clip_grad_norm_))
 
     def _watch_first_step(self, backend: Backend, model: Any, optimizer: Any) -> None:
         def before() -> None:
-            if self._attested:
+            if self._verified:
                 return
             if self._gradients is None or self._gradients.step <= len(self._steps):
                 # No gradients were clipped since the step began.
                 self._keep_gradients(backend, scale=backend.held_scale(optimizer))
-            self.engaged |= attestation.engaged_at_step(model)
+            self.actual |= attestation.actual_at_step(model)
             self._bytes["gradients_bytes"] = memory.gradient_bytes(model)
 
         def after() -> None:
@@ -474,7 +468,7 @@ class Recorder:
             if not backend.steps_in_backward:
                 self._found_inf = skipped
             # fp16 may have skipped it: then the first step is yet to come.
-            if not self._attested and not skipped:
+            if not self._verified and not skipped:
                 if backend.steps_in_backward:
                     undo()  # while no later replacement covers it; hooks of others have to stay
                 self._after_first(model, optimizer)
@@ -483,26 +477,26 @@ class Recorder:
         self._hooks.callback(undo)
 
     @property
-    def _attested(self) -> bool:
-        return "optimizer_class" in self.engaged
+    def _verified(self) -> bool:
+        return "optimizer_class" in self.actual
 
     def _keep_gradients(self, backend: Backend, *, scale: float) -> None:
         """Keep the gradients of the first step that updates, which is the last one tried."""
         self._gradients = gradients.kept(backend, step=len(self._steps) + 1, scale=scale)
 
     def _after_first(self, model: Any, optimizer: Any) -> None:
-        self.engaged |= attestation.engaged_after(model, optimizer)
-        if "gradient_clipping" not in self.engaged:
-            self.engaged["gradient_clipping"] = 0.0 if self.clip is None else self.clip
+        self.actual |= attestation.actual_after(model, optimizer)
+        if "gradient_clipping" not in self.actual:
+            self.actual["gradient_clipping"] = 0.0 if self.clip is None else self.clip
         # A step within the last backward comes before that micro-batch is recorded.
         unrecorded = int(backend_of(model).steps_in_backward)
-        self.engaged["gradient_accumulation_steps"] = len(self._step) + unrecorded
+        self.actual["gradient_accumulation_steps"] = len(self._step) + unrecorded
         earlier = [batch.reduced for batch in self._step[:-1]]
         if earlier and None not in earlier:
-            self.engaged["sync_each_batch"] = all(earlier)
+            self.actual["sync_each_batch"] = all(earlier)
         self._bytes |= memory.state_bytes(model, optimizer)
         self._bytes["nvme_bytes"] = memory.nvme_bytes(model)
-        self.notes += attestation.kept_whole(self.engaged)
+        self.notes += attestation.kept_whole(self.actual)
         self._require(self.requested.after_first_step())
         self._judge_gradients()
 
@@ -542,12 +536,12 @@ class Recorder:
     # The step after the first
 
     def _gather_gradients(self, *, scale: float) -> None:
-        """Gather the whole gradients of the probe step before they are clipped; a collective."""
+        """Gather the full gradients of the probe step before they are clipped; a collective."""
         if not self._ledger.running:
             return
         self._keep_device_peaks()
         with _disable_current_modes():  # the ledgers count what a step itself does
-            self._whole = clipping.gathered(backend_of(self._model), scale=scale)
+            self._full_gradients = gradients.gather_full(backend_of(self._model), scale=scale)
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
@@ -571,9 +565,9 @@ class Recorder:
         norm = self._grad_norm
         if norm is None:
             norm = backend_of(self._model).clip_norm()
-        held = (self._whole, None if norm is None else number(norm))
-        attestation.refuse(clipping.mismatches(gather_objects(held)))
-        self._whole = None
+        held = (self._full_gradients, None if norm is None else number(norm))
+        attestation.refuse(gradients.clipping_mismatches(gather_objects(held)))
+        self._full_gradients = None
 
     def _end_probe(self, *, skipped: bool) -> None:
         if not self._ledger.running:
@@ -595,15 +589,15 @@ class Recorder:
             **traffic.textbook_volume(self._model, self.requested.strategy, ranks),
         }
         self._hold_norm()
-        self._stage = backend_of(self._model).stage()
+        self._traffic_group = backend_of(self._model).traffic_group()
         self._slots = backend_of(self._model).slots()
-        self._serving = backend_of(self._model).serving()
+        self._server_exchange = backend_of(self._model).server_exchange()
         if self._no_peak is None:
             self._peak = self._peak_ledger.counted(step)
         self._model = self._optimizer = None
 
     def _require(self, facts: dict[str, Any]) -> None:
-        attestation.require(attestation.compare(facts, self.engaged, rank=self._rank))
+        attestation.require(attestation.compare(facts, self.actual, rank=self._rank))
 
     # The end
 
@@ -611,7 +605,7 @@ class Recorder:
         return {
             "rank": self._rank,
             "machine": (machines.number(), socket.gethostname()),
-            "reads_as": self._reads_as,
+            "data_parallel_rank": self._data_parallel_rank,
             "losses": self._losses_of_rank(),
             "grad_norms": [_plain(step.grad_norm) for step in self._steps],
             "learning_rates": [step.learning_rate for step in self._steps],
@@ -626,8 +620,8 @@ class Recorder:
             "gradients": None if self._gradients is None else self._gradients.read(),
             "traffic": self._traffic,
             "pipeline": self._slots,
-            "serving": self._serving,
-            "stage": self._stage,
+            "server_exchange": self._server_exchange,
+            "traffic_group": self._traffic_group,
             "peak": self._peak,
             "no_peak": self._no_peak,
             "device": self._device,

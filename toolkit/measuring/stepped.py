@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 )
 
 from toolkit.engines.tensors import held_part, is_partitioned, is_spread, is_swapped_out
-from toolkit.measuring.equal_weights import checksum
+from toolkit.measuring.replica_checks import checksum
 
 
 @dataclass(slots=True)
@@ -101,9 +101,7 @@ class Optimizers:
     """All optimizers that step between `start` and `close`, in the order of their first steps."""
 
     def __init__(
-        self,
-        is_inside: Callable[[torch.optim.Optimizer], bool],
-        stepped: Callable[[Stepped], None],
+        self, is_inside: Callable[[torch.optim.Optimizer], bool], stepped: Callable[[Stepped], None]
     ) -> None:
         """Take two callbacks.
 

@@ -161,7 +161,7 @@ class Ledger(CountingMode):
         self.calls.clear()
         self.elements.clear()
         self._buffers = {buffer.dtype for buffer in model.buffers()}
-        self._sharing = backend_of(model).sharing_groups()
+        self._sharing = backend_of(model).model_parallel_groups()
         self._phase = None
         self.begin_counting(
             model.register_forward_pre_hook(self._forward_begins, prepend=True).remove,
@@ -239,6 +239,7 @@ class Ledger(CountingMode):
         if phase in ("forward", "backward") and shared:
             return "activations"
         if phase is None:
+            # Between steps, a single number of each rank is a loss or a count.
             of_a_rank = elements // ranks if kind in ("all_gather", "gather") else elements
             # The last stage of a pipeline tells the others its losses.
             is_told = kind == "broadcast" and shared
@@ -329,7 +330,7 @@ def sent_elements(counted: Iterable[dict[str, Any]]) -> int:
 
 def textbook_volume(model: Any, strategy: Strategy, ranks: int) -> dict[str, int]:
     """Return the elements that `textbook` has a rank send for this model, and its inputs."""
-    parameters = [parameter for _, parameter in backend_of(model).whole_parameters()]
+    parameters = [parameter for _, parameter in backend_of(model).full_parameters()]
     trained = sum(elements_of(p) for p in parameters if p.requires_grad)
     everything = sum(map(elements_of, parameters))
     sent = textbook(strategy, trained=trained, everything=everything, ranks=ranks)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from toolkit.configs.optimizers import optimizer_problem
 from toolkit.configs.proven_models import PROVEN_MODELS
+from toolkit.jobs.options import OPTIM_FLAGS, Optimizer
+from toolkit.jobs.shape import ModelShape
+from toolkit.jobs.terms import GIB
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.models.shape import ModelShape
-from toolkit.planning.options import OPTIM_FLAGS, Optimizer
-from toolkit.planning.terms import GIB
 
 CHUNK_TOKENS = 1024
 """Default of `--loss_chunk_tokens`."""
@@ -54,8 +55,8 @@ class Lever:
 
     def _changed(self, job: PlannedJob) -> Mapping[str, Any]:
         changed = self.change(job)
-        if job.strategy.schedule is not None and "method" in changed:
-            return {}  # the stages of a pipeline have no adapters
+        if job.backend.splits_model and "method" in changed:
+            return {}  # no adapters stand beside whole matrices, nor are cut into stages
         return changed
 
 
@@ -80,12 +81,8 @@ def qlora_problem(model: ModelShape) -> str | None:
     )
 
 
-def _flash(job: PlannedJob) -> dict[str, Any]:
-    return {"attention": "flash"} if job.attention == "eager" else {}
-
-
 def _chunked_loss(job: PlannedJob) -> dict[str, Any]:
-    whole = job.strategy.tensor == 1  # it multiplies with the head's matrix itself
+    whole = not job.backend.splits_matrices  # it multiplies with the head's matrix itself
     if job.chunked_loss or not whole or job.model.architecture not in PROVEN_MODELS:
         return {}
     return {"chunked_loss": True, "loss_chunk_tokens": CHUNK_TOKENS}
@@ -93,20 +90,8 @@ def _chunked_loss(job: PlannedJob) -> dict[str, Any]:
 
 def _bucket_view(job: PlannedJob) -> dict[str, Any]:
     # Until they are reduced, the gradients lie beside the buckets all the same.
-    has_place = job.strategy.reduces_in_buckets and job.reductions == job.accumulation
+    has_place = job.backend.has_buckets and job.reductions == job.accumulation
     return {"gradient_as_bucket_view": True} if has_place and not job.gradients_in_buckets else {}
-
-
-def _sync_each_batch(job: PlannedJob) -> dict[str, Any]:
-    return {"sync_each_batch": True} if job.sync_saves_memory else {}
-
-
-def _selective(job: PlannedJob) -> dict[str, Any]:
-    return {"checkpointing": "selective"} if job.checkpointing == "none" else {}
-
-
-def _checkpointing(job: PlannedJob) -> dict[str, Any]:
-    return {} if job.checkpointing == "full" else {"checkpointing": "full"}
 
 
 _IN_8_BITS: dict[Optimizer, Optimizer] = {
@@ -116,10 +101,6 @@ _IN_8_BITS: dict[Optimizer, Optimizer] = {
 }
 
 
-def _eight_bit(job: PlannedJob) -> dict[str, Any]:
-    return _optimizer(job, _IN_8_BITS)
-
-
 _PAGED: dict[Optimizer, Optimizer] = {
     "adamw": "paged_adamw",
     "adamw_fused": "paged_adamw",
@@ -127,38 +108,31 @@ _PAGED: dict[Optimizer, Optimizer] = {
 }
 
 
-def _paged(job: PlannedJob) -> dict[str, Any]:
-    return _optimizer(job, _PAGED)
-
-
-def _optimizer(job: PlannedJob, others: Mapping[Optimizer, Optimizer]) -> dict[str, Any]:
+def _optimizer(others: Mapping[Optimizer, Optimizer], job: PlannedJob) -> dict[str, Any]:
     optimizer = others.get(job.optimizer)
-    if optimizer is None or job.method != "full" or job.strategy.offloads:
+    if optimizer is None or job.method != "full" or job.backend.steps_on_cpu:
         return {}
-    return (
-        {} if optimizer_problem(OPTIM_FLAGS[optimizer], job.strategy) else {"optimizer": optimizer}
-    )
+    problem = optimizer_problem(OPTIM_FLAGS[optimizer], job.strategy)
+    return {} if problem else {"optimizer": optimizer}
 
 
 def _bf16_weights(job: PlannedJob) -> dict[str, Any]:
     # DeepSpeed and Accelerate's FSDP2 step on fp32 copies of weights of any dtype.
-    has_place = job.method == "full" and job.strategy.sharding == "whole"
+    has_place = job.method == "full" and job.backend.whole
     mixed = job.precision == "bf16" and job.dtype == "float32"
     return {"dtype": "bfloat16"} if has_place and mixed else {}
 
 
-def _lora(job: PlannedJob) -> dict[str, Any]:
-    whole = job.strategy.tensor == 1  # adapters stand beside whole matrices
-    return {"method": "lora"} if job.method == "full" and whole else {}
-
-
 def _qlora(job: PlannedJob) -> dict[str, Any]:
-    whole = job.strategy.tensor == 1 and not job.strategy.splits_rows
-    has_place = job.method != "qlora" and whole
+    has_place = job.method != "qlora" and not job.backend.splits_rows
     return {"method": "qlora"} if has_place and not qlora_problem(job.model) else {}
 
 
-FLASH: Final = Lever("flash attention", "nothing: it is faster too", _flash)
+FLASH: Final = Lever(
+    "flash attention",
+    "nothing: it is faster too",
+    lambda job: {"attention": "flash"} if job.attention == "eager" else {},
+)
 CHUNKED_LOSS: Final = Lever(
     "chunked loss", "nothing: the logits are never held whole", _chunked_loss
 )
@@ -166,26 +140,32 @@ BUCKET_VIEW: Final = Lever("gradients in DDP's buckets", "nothing", _bucket_view
 SYNC_EACH_BATCH: Final = Lever(
     "gradients synchronised at every micro-batch",
     "gradients cross the wire in every micro-batch, not once a step",
-    _sync_each_batch,
+    lambda job: {"sync_each_batch": True} if job.sync_saves_memory else {},
 )
 SELECTIVE: Final = Lever(
     "selective checkpointing",
     "each layer's work between its matrix products is done twice",
-    _selective,
+    lambda job: {"checkpointing": "selective"} if job.checkpointing == "none" else {},
 )
 CHECKPOINTING: Final = Lever(
     "activation checkpointing",
     "about a third more computing: each layer runs forward twice",
-    _checkpointing,
+    lambda job: {} if job.checkpointing == "full" else {"checkpointing": "full"},
 )
 PAGED_STATES: Final = Lever(
-    "paged AdamW", "each step moves the states over PCIe, and it needs host RAM", _paged
+    "paged AdamW",
+    "each step moves the states over PCIe, and it needs host RAM",
+    partial(_optimizer, _PAGED),
 )
 EIGHT_BIT_STATES: Final = Lever(
-    "8-bit AdamW", "optimizer states are rounded to 8 bits, block by block", _eight_bit
+    "8-bit AdamW",
+    "optimizer states are rounded to 8 bits, block by block",
+    partial(_optimizer, _IN_8_BITS),
 )
 LORA: Final = Lever(
-    "LoRA", "adapters are trained, not the model: they may learn less from much data", _lora
+    "LoRA",
+    "adapters are trained, not the model: they may learn less from much data",
+    lambda job: {"method": "lora"} if job.method == "full" else {},
 )
 QLORA: Final = Lever(
     "QLoRA",

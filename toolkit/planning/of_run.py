@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypedDict, cast, get_args
 
+from toolkit.backends import backend_of
 from toolkit.errors import UsageError
+from toolkit.jobs.options import Dtype, Method
+from toolkit.jobs.shape import ModelShape
+from toolkit.jobs.weights import names_of_targets
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.memory.weights import names_of_targets
 from toolkit.planning.models.resolve import resolve_model
-from toolkit.planning.models.shape import ModelShape
-from toolkit.planning.options import Dtype, Method
 from toolkit.records.record import Model, Record, strategy_of
 from toolkit.strategies import COMPUTE_DTYPES, STRATEGIES, Strategy
 
@@ -72,7 +73,7 @@ def _strategy_of(run: RunFacts | Record) -> Strategy:
     strategy = strategy_of(run)
     assert strategy is not None
     readers = cast("Mapping[str, Any]", run).get("data_parallel_size")
-    if strategy.splits_rows and readers:
+    if backend_of(strategy).splits_rows and readers:
         return replace(strategy, sequence=run["num_processes"] // readers)
     slots = cast("Mapping[str, Any]", run).get("pipeline")
     return strategy if slots is None else replace(strategy, schedule=slots["schedule"])

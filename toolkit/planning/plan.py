@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.configs.accelerate import check_num_processes, with_groups
 from toolkit.errors import UsageError
-from toolkit.planning.job import GPUS_PER_NODE, PlannedJob, nodes_for
-from toolkit.planning.memory.estimate import MemoryEstimate, estimate_memory
-from toolkit.planning.memory.weights import expert_adapters
-from toolkit.planning.models.resolve import resolve_model
-from toolkit.planning.models.shape import ModelShape
-from toolkit.planning.options import (
+from toolkit.jobs.options import (
     USUAL_ALONE,
     USUAL_STRATEGIES,
     JobOptions,
@@ -24,8 +19,12 @@ from toolkit.planning.options import (
     Precision,
     with_keywords,
 )
-from toolkit.planning.split import part_of_rank
-from toolkit.planning.terms import GIB
+from toolkit.jobs.shape import ModelShape
+from toolkit.jobs.terms import GIB
+from toolkit.jobs.weights import expert_adapters
+from toolkit.planning.job import GPUS_PER_NODE, PlannedJob, nodes_for
+from toolkit.planning.memory.estimate import MemoryEstimate, estimate_memory
+from toolkit.planning.models.resolve import resolve_model
 from toolkit.planning.verdict import Room, Verdict, judge, largest_batch, longest_sequence
 from toolkit.strategies import STRATEGIES, Strategy, get_strategy, with_tensor_size
 
@@ -195,7 +194,7 @@ def plan(model: str | Path | ModelShape, options: PlanOptions) -> Plan:
 
     Args:
         model: A Hub id whose config.json is cached or well known, a folder, or a count (`7b`).
-        options: The fields of `planning.options.PlanOptions`, as keywords.
+        options: The fields of `jobs.options.PlanOptions`, as keywords.
 
     Raises:
         UsageError: one of these is not there, or makes no sense.
@@ -237,13 +236,13 @@ def plan(model: str | Path | ModelShape, options: PlanOptions) -> Plan:
             strategy = with_groups(strategy, machines=nodes)
             check_num_processes(strategy, gpus)
             job = base.with_(strategy=strategy, gpus=gpus, nodes=nodes)
-            part_of_rank(job)
+            job.backend.part(job)
         except UsageError as error:
             if len(strategies) == 1:
                 raise
             left_out[strategy.name] = str(error)
             continue
-        if nodes > 1 and strategy.replicas > 1 and strategy.tensor == 1:
+        if nodes > 1 and job.backend.takes_replicas():
             notes.append(
                 f"{strategy.name} is planned in {strategy.replicas} groups, each of the "
                 f"{gpus // nodes} GPUs of a node: --replicas of toolkit configs write makes others."

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from toolkit.jobs.options import Goal
+from toolkit.jobs.terms import GIB
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.levers import unpacked_share
-from toolkit.planning.options import Goal
 from toolkit.planning.remedies import LARGEST_CLUSTER, Remedy
 from toolkit.planning.search import LONG_ROW, ORDER, SPLIT, SPLIT_ROWS, Candidate, Search, Training
 from toolkit.planning.speed.traffic import cost_of_sync
-from toolkit.planning.terms import GIB
 from toolkit.strategies import STRATEGIES
 
 
@@ -64,7 +64,7 @@ def of_splits(
             "only strategies whose GPUs share rows were looked at. A multiple of "
             f"{gpus} opens the others."
         )
-    if choice is None or gpus == 1 or choice.job.strategy.splits_model:
+    if choice is None or gpus == 1 or choice.job.backend.splits_model:
         return
     clauses = [_of_split(name, search, choice, looked_at) for name in SPLIT]
     yield (
@@ -111,7 +111,7 @@ def _of_levers(choice: Candidate, goal: Goal) -> Iterator[str]:
     if job.chunked_loss:
         yield "The chunked loss is on: the logits of a whole micro-batch are never held."
     readers = f"{job.gpus} GPU{'s' if job.gpus > 1 else ''}"
-    if job.strategy.splits_model or job.strategy.splits_rows:
+    if job.backend.splits_model or job.backend.splits_rows:
         groups = job.readers
         readers = f"{groups} group{'s' if groups > 1 else ''} of {job.gpus // groups} GPUs"
     yield (
@@ -119,7 +119,7 @@ def _of_levers(choice: Candidate, goal: Goal) -> Iterator[str]:
         f"accumulated keeps the global batch of {job.batch * job.readers * job.accumulation}."
     )
     of_rows = f"Memory and tokens/s are those of rows of {job.sequence:,} tokens."
-    if not job.strategy.splits_rows:  # nothing would keep the texts of a row apart
+    if not job.backend.splits_rows:  # nothing would keep the texts of a row apart
         of_rows += " Where your texts are shorter, --packing best_fit fills the rows with them."
     yield of_rows
     if job.method == "full":
@@ -171,7 +171,7 @@ def what_it_takes(leanest: Candidate, ways: Sequence[Remedy]) -> Iterator[str]:
             f"{way.job.strategy.name}{_with_levers(leanest)}."
         )
         job = leanest.job
-        if job.sequence >= LONG_ROW and not job.strategy.splits_rows:
+        if job.sequence >= LONG_ROW and not job.backend.splits_rows:
             yield _why_not_split(job)
 
 
@@ -196,7 +196,7 @@ def _why(choice: Candidate, ranked: Sequence[Candidate], goal: Goal) -> str:
     name = choice.job.strategy.name
     if goal == "memory":
         return f"{name} needs the least memory of what fits."
-    if choice.job.strategy.splits_rows:
+    if choice.job.backend.splits_rows:
         return (
             f"Such rows fit where GPUs share them: {name} gives each a piece of every row, and "
             "attention alone sees all."

@@ -13,12 +13,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from toolkit.errors import UsageError
+from toolkit.jobs.options import Goal, PlanOptions, RecommendOptions, with_keywords
+from toolkit.jobs.shape import ModelShape
 from toolkit.planning import reasons
 from toolkit.planning.learning_rate import LearningRate
 from toolkit.planning.levers import qlora_problem
-from toolkit.planning.models.shape import ModelShape
-from toolkit.planning.options import Goal, PlanOptions, RecommendOptions, with_keywords
-from toolkit.planning.pipelined import waiting_share
 from toolkit.planning.plan import Plan, Rendered, plan, positive
 from toolkit.planning.remedies import Remedy, ways_out
 from toolkit.planning.search import (
@@ -101,7 +100,7 @@ def recommend(model: str | Path | ModelShape, options: RecommendOptions) -> Reco
 
     Args:
         model: As `plan` takes it.
-        options: The fields of `planning.options.RecommendOptions`, as keywords.
+        options: The fields of `jobs.options.RecommendOptions`, as keywords.
 
     Raises:
         UsageError: something is not there, or the batch can't be spread over the GPUs.
@@ -281,18 +280,11 @@ def _option(
 
 def _given_up(candidate: Candidate) -> Iterator[str]:
     yield from (lever.price for lever in candidate.levers if not lever.is_free)
-    strategy = candidate.job.strategy
-    if strategy.schedule is not None:
-        share = waiting_share(candidate.job)
+    backend = candidate.job.backend
+    share = backend.waiting_share(candidate.job)
+    if share is not None:
         yield f"each GPU waits for the others {share:.0%} of the time, by slots"
-    if strategy.tensor > 1:
-        yield "activations cross the wire in every layer, and nothing is computed meanwhile"
-    elif strategy.offloads:
-        yield "each step waits for PCIe and the CPU"
-    elif strategy.shards_parameters:
-        if strategy.splits_rows:
-            yield "each layer waits for the GPUs that share a row, and a step for its rows in turn"
-        yield "weights are gathered layer by layer, again in every micro-batch"
+    yield from backend.prices()
 
 
 def _rate(candidate: Candidate, search: Search, options: RecommendOptions) -> LearningRate:
@@ -312,12 +304,12 @@ def _missed(
     choice: Candidate | None, closest: Candidate | None, looked_at: Sequence[Candidate]
 ) -> list[Candidate]:
     """Return what does not fit and is worth a way out: the full fine-tune, and the closest."""
-    looked_at = [c for c in looked_at if not c.job.strategy.splits_model]
+    looked_at = [c for c in looked_at if not c.job.backend.splits_model]
     on_gpus = [c for c in looked_at if c.training is FULL and not c.memory.host_bytes.high]
     full = max(on_gpus, key=lambda c: c.verdict.worst_margin_bytes, default=None)
     if choice is not None and choice.training is FULL and choice.verdict.answer == "fits":
         full = None
-    if closest is not None and closest.job.strategy.splits_model:
+    if closest is not None and closest.job.backend.splits_model:
         closest = None
     missed = (full, closest if full is None or closest is None or closest.job != full.job else None)
     return [candidate for candidate in missed if candidate is not None]
@@ -337,10 +329,7 @@ def _other_methods(search: Search, options: RecommendOptions) -> Iterator[Remedy
 
 
 def _left_out(
-    search: Search,
-    model: ModelShape,
-    looked_at: Sequence[Candidate],
-    options: RecommendOptions,
+    search: Search, model: ModelShape, looked_at: Sequence[Candidate], options: RecommendOptions
 ) -> Iterator[str]:
     """Yield what was not looked at, and why."""
     names = [

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from toolkit.errors import UsageError
 from toolkit.planning import levers
 from toolkit.planning.job import GPUS_PER_NODE, PlannedJob
 from toolkit.planning.levers import Lever
@@ -159,7 +161,7 @@ def _next_stage(job: PlannedJob, room: Room) -> Changed | None:
     changed = _first_that_fits(job, STAGES[sharded + 1 :], room)
     gathers = changed.strategy.shards_parameters
     cost = "half as many bytes again on the wire" if gathers else "little: the same bytes, later"
-    if strategy.has_server:
+    if job.backend.has_server:
         cost = "each rank gathers the weights twice in a micro-batch, and rank 0 is no bottleneck"
     return Changed(changed.strategy.name, cost, changed, room)
 
@@ -240,16 +242,20 @@ def _larger(job: PlannedJob) -> Iterator[list[PlannedJob]]:
         strategy = STRATEGIES["fsdp"]
     per_node = max(GPUS_PER_NODE, job.gpus) if job.nodes == 1 else job.gpus // job.nodes
 
-    def on(gpus: int, nodes: int) -> PlannedJob:
+    def on(gpus: int, nodes: int) -> Iterator[PlannedJob]:
         accumulation = max(1, job.accumulation * job.gpus // gpus)
-        return job.with_(gpus=gpus, nodes=nodes, strategy=strategy, accumulation=accumulation)
+        with suppress(UsageError):  # its ranks may not divide so, nor the heads of the model
+            larger = job.with_(gpus=gpus, nodes=nodes, strategy=strategy, accumulation=accumulation)
+            larger.backend.part(larger)
+            yield larger
 
     if job.nodes == 1:
         doubled = [job.gpus << power for power in range(1, per_node.bit_length())]
-        yield [on(gpus, 1) for gpus in doubled if gpus <= per_node]
+        yield [larger for gpus in doubled if gpus <= per_node for larger in on(gpus, 1)]
     first, last = job.nodes + 1, max(2 * job.nodes, 2)
     while first * per_node <= LARGEST_CLUSTER:
-        yield [on(nodes * per_node, nodes) for nodes in range(first, last + 1)]
+        counts = range(first, last + 1)
+        yield [larger for nodes in counts for larger in on(nodes * per_node, nodes)]
         first, last = last + 1, 2 * last
 
 

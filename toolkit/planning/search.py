@@ -12,18 +12,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from toolkit.backends import backend_of
 from toolkit.configs.accelerate import num_processes_problem, with_groups
 from toolkit.configs.optimizers import optimizer_problem
 from toolkit.errors import UsageError
+from toolkit.jobs.options import OPTIM_FLAGS, Goal, Method
 from toolkit.planning import levers
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.levers import Lever
 from toolkit.planning.memory.estimate import MemoryEstimate, estimate_memory
-from toolkit.planning.options import OPTIM_FLAGS, Goal, Method
-from toolkit.planning.rows import split_problem
 from toolkit.planning.speed.estimate import PlannedSpeed, estimate_speed
 from toolkit.planning.speed.gpus import Gpu
-from toolkit.planning.split import part_of_rank
 from toolkit.planning.verdict import Room, Verdict, judge
 from toolkit.strategies import STRATEGIES, Strategy
 
@@ -173,7 +172,7 @@ class Search:
     def in_sizes(self, strategy: Strategy) -> list[Strategy]:
         """Return a strategy in groups that suit the nodes; a tensor group lies inside of one."""
         job = self.base.job
-        if strategy.tensor == 1:
+        if not backend_of(strategy).splits_matrices:
             return [with_groups(strategy, machines=job.nodes)]
         per_node = job.gpus // job.nodes
         sizes = [size for size in range(2, per_node + 1) if per_node % size == 0]
@@ -192,22 +191,24 @@ class Search:
         job = self.base.job
         if num_processes_problem(strategy, job.gpus) is not None:
             return False
-        if job.gpus == 1 and strategy.is_distributed and not strategy.offloads:
-            return False  # one rank keeps all that these would shard
+        backend = backend_of(strategy)
+        if job.gpus == 1 and not backend.is_worth_one_gpu():
+            return False
         if self.global_rows % strategy.data_parallel_size(job.gpus):
             return False  # some ranks would have no rows
-        if strategy.splits_model:
+        if backend.splits_model:
             return self.split_problem(strategy) is None
-        if strategy.splits_rows:
+        if backend.splits_rows:
             sharing = strategy.sequence_size(job.gpus)
-            return job.sequence >= LONG_ROW and not split_problem(strategy, sharing, job.model)
+            return job.sequence >= LONG_ROW and not (backend.split_problem(sharing, job.model))
         # Replicas in one node only cost memory.
-        return strategy.replicas == 1 or job.nodes > 1
+        return job.nodes > 1 or not backend.takes_replicas()
 
     def split_problem(self, strategy: Strategy) -> str | None:
         """Say why a strategy cannot split the model; None where it can."""
         try:
-            part_of_rank(self.base.job.with_(strategy=strategy))
+            job = self.base.job.with_(strategy=strategy)
+            job.backend.part(job)
         except UsageError as error:
             return str(error).split(". ")[0]
         return None
@@ -220,7 +221,7 @@ class Search:
         self, strategy: Strategy, training: Training, in_other_sizes: Sequence[Candidate]
     ) -> list[Candidate]:
         """Return the candidates in groups of one size that are not too slow to be chosen."""
-        if strategy.splits_model and training is not FULL:
+        if backend_of(strategy).splits_model and training is not FULL:
             return []  # adapters and rounded states stand beside whole matrices
         rows = self._rows(strategy)
         batches = [n for n in range(1, min(rows, MOST_ROWS) + 1) if rows % n == 0]
@@ -258,7 +259,7 @@ class Search:
                     batches, True, hi=most, key=lambda rows: not ways[rows].is_roomy
                 )
             # Larger micro-batches make fewer of them, and so a larger bubble.
-            tried = {*range(most)} if strategy.schedule is not None else set[int]()
+            tried = {*range(most)} if backend_of(strategy).in_stages else set[int]()
             for count in {most, roomy, *tried} - {0}:
                 found += self._with_less_traffic(ways[batches[count - 1]], ladder)
             place = most
@@ -282,7 +283,7 @@ class Search:
     def _fastest_rate(self, largest: Candidate, ladder: Sequence[Lever]) -> float:
         """Return a rate that no micro-batch exceeds; `largest` has the most rows."""
         once = self._synced_once(largest, ladder)
-        if once.job.strategy.schedule is not None:
+        if once.job.backend.in_stages:
             # The largest computes fastest, and with the most of them the bubble is smallest.
             most = self._rows(once.job.strategy)
             once = replace(once, job=once.job.with_(accumulation=most))

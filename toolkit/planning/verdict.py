@@ -13,9 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from toolkit.planning.job import MOST_TOKENS, PlannedJob
+from toolkit.jobs.job import MOST_TOKENS
+from toolkit.jobs.terms import GIB, Interval
+from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import MemoryEstimate, estimate_memory
-from toolkit.planning.terms import GIB, Interval
 
 Answer = Literal["fits", "fits with RAM", "tight", "does not fit"]
 

@@ -13,6 +13,9 @@ from toolkit.errors import UsageError
 from toolkit.records.fields import FromOne
 from toolkit.records.json_files import LostError, read_as
 
+IGNORED: Final = -100
+"""The label of a token that the loss leaves out, as PyTorch and transformers have it."""
+
 EVIDENCE_FILE: Final = "evidence.json"
 INITIAL_FILE: Final = "weights-initial.safetensors"
 """Weights before the first step, saved if the evidence is of a later step."""

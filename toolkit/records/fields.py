@@ -369,7 +369,7 @@ class Sample(TypedDict):
 
 
 class PipelineSlots(TypedDict):
-    """Work and waiting of the ranks in one step, in slots (`planning.schedules`)."""
+    """Work and waiting of the ranks in one step, in slots (`backends.schedules`)."""
 
     schedule: Annotated[str, Fact("text", "pipeline", "schedule", csv="schedule")]
     """Name of the schedule: `gpipe`, `1f1b`, ..."""
@@ -402,7 +402,7 @@ class PipelineSlots(TypedDict):
     `F`, `B`, `I` or `W` for forward, backward, or its part for inputs or weights, micro-batch."""
 
 
-class Serving(TypedDict):
+class ServerExchange(TypedDict):
     """What a parameter server has to exchange with each worker in a step."""
 
     rank: Count

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -44,6 +45,12 @@ class Entry(TypedDict):
 
 class Damaged(ValueError):
     """A folder that was never committed, or has changed since."""
+
+
+def checkpoint_step(folder: Path) -> int | None:
+    """Return the step that a checkpoint's name says; None for other names."""
+    match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
+    return int(match[1]) if match else None
 
 
 def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], **facts: Any) -> None:

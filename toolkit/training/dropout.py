@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 from torch.nn.modules.dropout import _DropoutNd
 
-from toolkit.engines.between_steps import between_steps
-from toolkit.engines.prepared import Prepared
+from toolkit.engines.backend import side_effect_free
+from toolkit.engines.wrapped import Wrapped
 from toolkit.measuring.recorder import Recorder
 from toolkit.training.observers import Observer
 
@@ -93,9 +93,9 @@ class RandomForwards(Observer):
 
         self._recorder = recorder
 
-    def prepared(self, prepared: Prepared) -> None:
+    def prepared(self, wrapped: Wrapped) -> None:
         with self._recorder.aside():
-            self.difference = difference(prepared.accelerator, prepared.model)
+            self.difference = difference(wrapped.accelerator, wrapped.model)
 
 
 def difference(accelerator: Any, model: Any) -> str | None:
@@ -106,7 +106,7 @@ def difference(accelerator: Any, model: Any) -> str | None:
     ids = torch.arange(16, device=accelerator.device).unsqueeze(0)
     unwrapped = accelerator.unwrap_model(model)
     # Compiled layers are compiled for the shape of training rows, not for these rows.
-    with between_steps(accelerator, model), torch.compiler.set_stance("force_eager"):
+    with side_effect_free(accelerator, model), torch.compiler.set_stance("force_eager"):
         for module in unwrapped.modules():
             module.training = True
         first, second = (

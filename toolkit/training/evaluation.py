@@ -17,13 +17,12 @@ from typing import Any, Final
 import torch
 from torch.nn.functional import cross_entropy
 
-from toolkit.data.order import validation_rows
-from toolkit.data.tokens import IGNORED
-from toolkit.engines.backend import backend_of
-from toolkit.engines.between_steps import between_steps
-from toolkit.engines.prepared import Prepared
+from toolkit.data.sampling_order import validation_rows
+from toolkit.engines.backend import backend_of, side_effect_free
+from toolkit.engines.wrapped import Wrapped
 from toolkit.launching.progress import progressed
 from toolkit.measuring.recorder import Recorder
+from toolkit.records.evidence import IGNORED
 from toolkit.records.fields import Evaluated
 from toolkit.training.evaluation_plan import Schedule
 from toolkit.training.observers import Observer
@@ -56,8 +55,8 @@ class Evaluation(Observer):
 
     results: list[Evaluated] = field(default_factory=list)
 
-    def prepared(self, prepared: Prepared) -> None:
-        self._engine = prepared
+    def prepared(self, wrapped: Wrapped) -> None:
+        self._engine = wrapped
         done = self.recorder.steps_before
         # A run may have ended after its last step and before the evaluation that follows it.
         is_missing = done not in {result["step"] for result in self.results}
@@ -125,11 +124,12 @@ def loss_and_tokens(
         NotBetweenSteps: gradients are being accumulated.
     """
     device = accelerator.device
+    # In fp64: many batches are added up, and counts of tokens have to stay exact.
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     backend = backend_of(model)
     ranks = backend.data_parallel_size()
     filled = validation_rows(rows, global_batch=batch_rows * ranks, pad_token_id=pad_token_id)
-    with between_steps(accelerator, model), backend.splitting(batch_rows):
+    with side_effect_free(accelerator, model), backend.splitting(batch_rows):
         # Not a DataLoader, which draws a random number whenever it is iterated.
         starts = range(backend.data_parallel_rank() * batch_rows, len(filled), ranks * batch_rows)
         for start in starts:
@@ -138,10 +138,10 @@ def loss_and_tokens(
             batch.pop("sample_id", None)
             progressed()
             of_batch = _chunked_sums if POSITIONS in batch else _sums
-            with backend.piece(accelerator, batch) as piece:
-                sums += of_batch(model, piece)
-        # Ranks that share one batch have all summed it, or a piece each.
-        copies = 1 if backend.splits_rows else accelerator.num_processes // ranks
+            with backend.shard_batch(accelerator, batch) as shard:
+                sums += of_batch(model, shard)
+        # Ranks that share one batch have all summed it, or a shard each.
+        copies = 1 if backend.sequence_parallel else accelerator.num_processes // ranks
         total, tokens = (accelerator.reduce(sums, "sum") / copies).tolist()
     return total, int(tokens)
 
@@ -169,7 +169,7 @@ def _sums(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _targets(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the tokens to predict, [rows, tokens]: in a piece of rows, one for each token."""
+    """Return the tokens to predict, [rows, tokens]: in a shard of rows, one for each token."""
     shifted = batch.get("shift_labels")
     return batch["labels"][:, 1:] if shifted is None else shifted
 

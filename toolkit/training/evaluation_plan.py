@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from toolkit.data.arguments import DataArguments
+from toolkit.data.dataset import TokenDataset
 from toolkit.data.flags import is_on, plain_value
-from toolkit.data.prepared import PreparedData
-from toolkit.data.tokens import IGNORED
 from toolkit.errors import UsageError
+from toolkit.records.evidence import IGNORED
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -149,8 +149,8 @@ def planned_evaluation(
     values: Mapping[str, Any],
     *,
     samples: int | None,
-    training: PreparedData,
-    validation: PreparedData | None,
+    training: TokenDataset,
+    validation: TokenDataset | None,
     steps: int,
     global_batch: int,
 ) -> EvaluationPlan:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from toolkit.configs.check.flags import training_argument_types
-from toolkit.data.chat import asked_template
+from toolkit.data.chat import requested_template
 from toolkit.data.sources import check_file
 from toolkit.errors import UsageError
 from toolkit.redaction import redact_output
@@ -42,7 +42,7 @@ def checked_flags(argv: Sequence[str]) -> OwnArguments:
     if own.data.dataset_name is not None:
         checks.append(partial(_check_dataset, own.data.dataset_name))
     if own.data.chat_template is not None:
-        checks.append(partial(asked_template, own.data.chat_template))
+        checks.append(partial(requested_template, own.data.chat_template))
     refuse_all(checks)
     return own
 

@@ -18,7 +18,7 @@ from toolkit.errors import UsageError, sentence_of
 from toolkit.launching.generating import ADAPTER_CONFIG, base_of
 from toolkit.launching.ranks import quiet
 from toolkit.training.generation import stop_tokens
-from toolkit.training.loadable import check_loadable
+from toolkit.training.model_checks import check_loadable
 
 GREEDY: Final = {"do_sample": False, **dict.fromkeys(("temperature", "top_p", "top_k"))}
 """Without the settings of sampling, which the model's own configuration may have."""

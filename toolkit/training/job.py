@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from transformers.trainer_utils import IntervalStrategy
 
+from toolkit.backends import backend_of
 from toolkit.checkpoints.resuming import Resumed, differences, find_checkpoint
-from toolkit.data.order import count_steps, training_rows
-from toolkit.data.tokenizer import load_tokenizer
-from toolkit.engines.backend import traits_of
+from toolkit.data.sampling_order import count_steps, training_rows
+from toolkit.data.tokens import load_tokenizer
+from toolkit.engines.backend import spec_of
 from toolkit.engines.deepspeed_config import checked_deepspeed_config, use_deepspeed_config
 from toolkit.errors import UsageError
 from toolkit.launching.ranks import rank, say
@@ -37,7 +38,7 @@ from toolkit.training.request import (
     finished_facts,
     this_launch,
 )
-from toolkit.training.run_folder import held
+from toolkit.training.run_folder import lock_run_folder
 from toolkit.training.tuning import Tuning
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def checked_job(own: OwnArguments) -> Job:
         trust_remote_code=own.model.trust_remote_code,
         chat_template=request.data.chat_template(),
     )
-    deepspeed_changes = _fit_deepspeed(request, values) if strategy.reads_deepspeed_json else []
+    deepspeed_changes = _fit_deepspeed(request, values) if backend_of(strategy).reads_json else []
     micro_batches = values["gradient_accumulation_steps"]
     ranks = launch.data_parallel_size or 1
     global_batch = values["per_device_train_batch_size"] * micro_batches * ranks
@@ -129,6 +130,7 @@ def checked_job(own: OwnArguments) -> Job:
         max_steps=values["max_steps"],
         num_train_epochs=values["num_train_epochs"],
     )
+    # Only now: whether compiling pays for itself depends on the number of steps.
     request, without_kernels = replace(tuning, values=values).with_kernels(steps)
     own = request.own
     if own.run.evidence_step is not None and own.run.evidence_step > steps:
@@ -194,7 +196,7 @@ def checked_job(own: OwnArguments) -> Job:
     check_machines_agree(job)
     folder = Path(values["output_dir"])
     # Looking for a checkpoint tidies the folder: no other run may be working in it.
-    with held(folder, partial(check_output_folder, folder, own.method, trackers)):
+    with lock_run_folder(folder, partial(check_output_folder, folder, own.method, trackers)):
         return replace(job, finished=True) if _is_finished(job) else _resumed(job)
 
 
@@ -248,7 +250,7 @@ def _resumed(job: Job) -> Job:
     resumed = find_checkpoint(
         job.request.resume,
         facts_of_job(job),
-        any_ranks=traits_of(job.strategy, ranks).reads_from_any_ranks,
+        any_ranks=spec_of(job.strategy, ranks).reads_from_any_ranks,
     )
     if rank() == 0:
         for damage in resumed.damaged:

@@ -18,15 +18,15 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments, get_schedu
 from transformers.trainer_pt_utils import get_parameter_names
 
 from toolkit.checkpoints.resuming import Resumed
-from toolkit.checkpoints.states import read_random_state, read_states
+from toolkit.checkpoints.saver import read_random_state, read_states
 from toolkit.data.packing import keep_texts_apart
-from toolkit.data.tokens import IGNORED
-from toolkit.engines.backend import backend_of, prepare
+from toolkit.engines.backend import backend_of, wrap
 from toolkit.engines.masters import clip_in_fp32, moments_of, stepping_on_masters
-from toolkit.engines.prepared import Prepared
 from toolkit.engines.tensors import number
+from toolkit.engines.wrapped import Wrapped
 from toolkit.errors import UsageError
 from toolkit.measuring.recorder import Recorder
+from toolkit.records.evidence import IGNORED
 from toolkit.training import tracking
 from toolkit.training.arguments import syncs_each_batch
 from toolkit.training.observers import Observer
@@ -93,7 +93,7 @@ def train_loop(
     keep_texts_apart(model)
     recorder.loaded(model)
     optimizer = build_optimizer(model, args)
-    wrapped, optimizer, loader = prepare(accelerator, model, optimizer, loader)
+    wrapped_model, optimizer, loader = wrap(accelerator, model, optimizer, loader)
     scheduler = get_scheduler(
         args.lr_scheduler_type,
         optimizer=optimizer,
@@ -101,20 +101,20 @@ def train_loop(
         num_training_steps=scheduled_steps,
         scheduler_specific_kwargs=cast("dict[str, Any] | None", args.lr_scheduler_kwargs),
     )
-    prepared = Prepared(
+    wrapped = Wrapped(
         accelerator=accelerator,
-        model=wrapped,
+        model=wrapped_model,
         optimizer=optimizer,
         scheduler=scheduler,
         report=lambda step, values: tracking.log(accelerator, step, values),
     )
     if resumed is not None:
-        read_states(resumed.folder, prepared, step=resumed.step)
+        read_states(resumed.folder, wrapped, step=resumed.step)
     tracking.start(accelerator, args, model)
-    recorder.prepared(accelerator, wrapped, optimizer)
+    recorder.prepared(accelerator, wrapped_model, optimizer)
     recorder.reads(loader)
     for observer in observers:
-        observer.prepared(prepared)
+        observer.prepared(wrapped)
 
     first = 0 if resumed is None else resumed.step
     step = logged = first
@@ -137,7 +137,9 @@ def train_loop(
             if resumed is not None and step == first:
                 # Only now: the loader has drawn a number that the saved run drew at its start.
                 read_random_state(resumed.folder, accelerator)
-            loss, norm = _optimizer_step(accelerator, wrapped, optimizer, window, args, recorder)
+            loss, norm = _optimizer_step(
+                accelerator, wrapped_model, optimizer, window, args, recorder
+            )
             step += 1
             read += len(window)
             unlogged += loss
@@ -198,7 +200,7 @@ def _optimizer_step(
     backend = backend_of(model)
     ranks = backend.data_parallel_size()
     supervised = [(batch["labels"][:, 1:] != IGNORED).sum() for batch in window]
-    items = _sum_over_ranks(accelerator, torch.stack(supervised).sum(), readers=ranks)
+    items = _sum_over_ranks(accelerator, torch.stack(supervised).sum(), data_parallel_size=ranks)
     total, norm = torch.zeros((), device=accelerator.device), None
     # Accelerate 1.15 heeds sync_each_batch only with several processes; FSDP2 offloads the reduced
     # gradients of one as well. Without a model, it defers the reduction of none.
@@ -209,8 +211,8 @@ def _optimizer_step(
     for at, batch in enumerate(window):
         with accelerator.accumulate(*deferred):
             if losses is None:
-                with backend.piece(accelerator, batch) as piece:
-                    loss = model(**piece, num_items_in_batch=items).loss
+                with backend.shard_batch(accelerator, batch) as shard:
+                    loss = model(**shard, num_items_in_batch=items).loss
                     # Gradients are averaged over the ranks, so the loss is multiplied by their
                     # number.
                     loss = loss * ranks
@@ -234,11 +236,13 @@ def _optimizer_step(
 # Separate functions, so that their tensors are freed before a step whose memory is counted.
 
 
-def _sum_over_ranks(accelerator: Accelerator, count: torch.Tensor, *, readers: int) -> torch.Tensor:
-    """Sum a count of each rank's batch over the ranks that read rows of their own: `readers`."""
+def _sum_over_ranks(
+    accelerator: Accelerator, count: torch.Tensor, *, data_parallel_size: int
+) -> torch.Tensor:
+    """Sum a count of each rank's batch over the ranks that read rows of their own."""
     of_all: Any = accelerator.reduce(count.to(accelerator.device), "sum")
     # All ranks that share one batch have counted it. Without sharing, no division is needed.
-    copies = accelerator.num_processes // readers
+    copies = accelerator.num_processes // data_parallel_size
     return of_all if copies == 1 else of_all // copies
 
 

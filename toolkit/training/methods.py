@@ -1,7 +1,7 @@
 """The training method for one model (full, lora, qlora), checked before anything is loaded.
 
-Layers that get adapters are found in the model's skeleton: the same classes, without memory for
-weights.
+Layers that get adapters are found in a model on the meta device: it has the same classes, and no
+memory for weights.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.backends import backend_of
 from toolkit.environment import check_installed
 from toolkit.errors import UsageError, sentence_of
+from toolkit.planning.levers import MOST_UNPACKED
 from toolkit.strategies import COMPUTE_DTYPES
 from toolkit.training.arguments import ModelArguments
-from toolkit.training.loadable import read_config
 from toolkit.training.method_arguments import ALL_LINEAR, MethodArguments
+from toolkit.training.model_checks import read_config
 from toolkit.training.quantized import check_bitsandbytes
 
 if TYPE_CHECKING:
@@ -25,9 +27,6 @@ if TYPE_CHECKING:
 
     from toolkit.strategies import Strategy
     from toolkit.training.model import ModelFacts
-
-MOST_UNPACKED = 0.5
-"""The largest part of a model's weights that --method qlora may leave unpacked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +83,7 @@ class Method:
 
 
 def checked_method(
-    arguments: MethodArguments,
-    model: ModelArguments,
-    facts: ModelFacts,
-    *,
-    precision: str,
+    arguments: MethodArguments, model: ModelArguments, facts: ModelFacts, *, precision: str
 ) -> Method:
     """Return the method for a model that computes in `precision`: `no` (fp32), `bf16` or `fp16`.
 
@@ -110,7 +105,7 @@ def checked_method(
                 f"--dtype {dtype} and computing in {computed} don't go together with --method "
                 f"{arguments.method}. Leave --dtype out, or pass {computed} or float32."
             )
-        bare_model = skeleton(folder, trust_remote_code=model.trust_remote_code)
+        bare_model = meta_model(folder, trust_remote_code=model.trust_remote_code)
         layers, fused = adapted_layers(bare_model, arguments), fused_share(bare_model)
         if fused:
             _refuse_names_of_experts(bare_model, list(layers))
@@ -150,12 +145,12 @@ def check_strategy(method: Method, strategy: Strategy, *, precision: str) -> Non
     Raises:
         UsageError: it can't.
     """
-    if not method.arguments.is_full and strategy.tensor > 1:
+    if not method.arguments.is_full and backend_of(strategy).splits_matrices:
         raise UsageError(
             f"--method {method.arguments.method} attaches adapters to whole matrices, and "
             f"{strategy.name} splits them. Use fsdp, zero3 or ddp, or --method full."
         )
-    if method.arguments.is_full or not strategy.reads_deepspeed_json:
+    if method.arguments.is_full or not backend_of(strategy).reads_json:
         return
     if precision == "no" and method.dtype != "float32":
         raise UsageError(
@@ -164,7 +159,7 @@ def check_strategy(method: Method, strategy: Strategy, *, precision: str) -> Non
         )
 
 
-def skeleton(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def meta_model(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Return the model in `folder` on the meta device: every layer, and no weights.
 
     Raises:

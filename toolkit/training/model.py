@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.built_in import standard_library_hash, standard_library_texts
 from toolkit.data.cache import build_once
-from toolkit.data.prepared import PreparedData
+from toolkit.data.dataset import TokenDataset
+from toolkit.data.sources import standard_library_hash, standard_library_texts
 from toolkit.environment import cache_root
 from toolkit.errors import UsageError, sentence_of
 from toolkit.training.arguments import ModelArguments
 from toolkit.training.flags import local_folder
-from toolkit.training.loadable import count_parameters, read_config
+from toolkit.training.model_checks import count_parameters, read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -177,7 +177,7 @@ def check_length(model: ModelFacts, max_length: int) -> None:
         )
 
 
-def check_vocabulary(model: ModelFacts, data: PreparedData) -> None:
+def check_vocabulary(model: ModelFacts, data: TokenDataset) -> None:
     """Check that the model knows every token of the data.
 
     Raises:

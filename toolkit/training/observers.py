@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from toolkit.checkpoints.keeping import Keeper
-from toolkit.engines.prepared import Prepared
+from toolkit.checkpoints.saver import CheckpointSaver
+from toolkit.engines.wrapped import Wrapped
 
 if TYPE_CHECKING:
     from toolkit.training.trainer import ToolkitTrainer
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Observer(Protocol):
     """Base class with empty methods; a subclass overrides the methods it needs."""
 
-    def prepared(self, prepared: Prepared) -> None:
+    def prepared(self, wrapped: Wrapped) -> None:
         """Act after the recorder's attestation, before the first step."""
 
     def step_done(self, step: int) -> None:
@@ -31,13 +31,13 @@ class Observer(Protocol):
 
 @dataclass(eq=False)
 class TrainerEvents(TrainerCallback):
-    """Calls recorder, observers and keeper from a Trainer's callbacks, as the loop calls them."""
+    """Calls recorder, observers and saver from a Trainer's callbacks, as the loop calls them."""
 
     trainer: ToolkitTrainer
     observers: Sequence[Observer]
     """Observers in calling order."""
 
-    keeper: Keeper | None
+    saver: CheckpointSaver | None
     """Decides when to save, overriding the Trainer's own flow; None leaves it to the Trainer."""
 
     steps_per_epoch: int | None
@@ -51,11 +51,11 @@ class TrainerEvents(TrainerCallback):
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         trainer = self.trainer
-        prepared = trainer.prepared(report=self._report)
-        trainer.recorder.prepared(prepared.accelerator, prepared.model, prepared.optimizer)
+        wrapped = trainer.prepared(report=self._report)
+        trainer.recorder.prepared(wrapped.accelerator, wrapped.model, wrapped.optimizer)
         trainer.recorder.reads(trainer.callback_handler.train_dataloader)
         for observer in self.observers:
-            observer.prepared(prepared)
+            observer.prepared(wrapped)
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         # The scheduler advances before the step ends.
@@ -75,11 +75,11 @@ class TrainerEvents(TrainerCallback):
             control.should_log = False
         for observer in self.observers:
             observer.step_done(state.global_step)
-        if self.keeper is not None:
-            control.should_save = self.keeper.due(state.global_step)
+        if self.saver is not None:
+            control.should_save = self.saver.due(state.global_step)
 
     def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        if self.keeper is not None:  # the Trainer's one epoch is the whole run
+        if self.saver is not None:  # the Trainer's one epoch is the whole run
             control.should_save = False
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
@@ -87,8 +87,8 @@ class TrainerEvents(TrainerCallback):
 
     def on_save(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self.trainer.recorder.mark()
-        if self.keeper is not None:
-            self.keeper.leave_if_asked(state.global_step)
+        if self.saver is not None:
+            self.saver.leave_if_requested(state.global_step)
 
     def _report(self, _: int, values: dict[str, float]) -> None:
         should_log = self.trainer.control.should_log

@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.backends import backend_of
+from toolkit.backends.schedules import bubble, refused_micro_batches, schedule_of
+from toolkit.backends.stages import costs_of, cut
 from toolkit.configs.accelerate import num_processes_problem
 from toolkit.errors import UnfitModelError, UsageError
 from toolkit.planning.models.architectures import shape_from_config
-from toolkit.planning.schedules import bubble, refused_micro_batches, schedule_of
-from toolkit.planning.stages import costs_of, cut
 from toolkit.strategies import Strategy
 from toolkit.training.arguments import OwnArguments, RunArguments
 
@@ -22,14 +23,14 @@ if TYPE_CHECKING:
 
 def with_schedule(strategy: Strategy, run: RunArguments) -> Strategy:
     """Return a strategy with the schedule that was requested; others as they are."""
-    if strategy.schedule in (None, "one_at_a_time") or run.pipeline_schedule is None:
+    if run.pipeline_schedule is None or not backend_of(strategy).takes_schedule:
         return strategy
     return replace(strategy, schedule=run.pipeline_schedule)
 
 
 def pipeline_request(strategy: Strategy, own: OwnArguments) -> PipelineRequest | None:
     """Return how a rank's model is to be cut into stages; None if it stays whole."""
-    if strategy.schedule is None:
+    if not backend_of(strategy).in_stages:
         return None
     from toolkit.engines.pipeline import PipelineRequest
 
@@ -59,7 +60,7 @@ def check_pipeline(
         UnfitModelError: it cannot.
         UsageError: flags ask for what a pipeline does not do.
     """
-    if strategy.schedule is None:
+    if not backend_of(strategy).in_stages:
         return
     name, strategy = strategy.name, with_schedule(strategy, own.run)
     if strategy.tensor > 1 and strategy.schedule == "zero_bubble":
@@ -102,7 +103,7 @@ def bubble_note(
     strategy: Strategy, own: OwnArguments, values: Mapping[str, Any], num_processes: int | None
 ) -> str | None:
     """Return a warning of a pipeline that is never full; None without one."""
-    if strategy.schedule in (None, "one_at_a_time") or num_processes is None:
+    if num_processes is None or not backend_of(strategy).takes_schedule:
         return None
     schedule = schedule_of(with_schedule(strategy, own.run))
     micro_batches = int(values["gradient_accumulation_steps"])

@@ -46,7 +46,7 @@ def with_precision(rest: Sequence[str], environ: Mapping[str, str]) -> tuple[lis
     return [*rest, f"--{wanted}=True"], [f"computing in {wanted}, by {where}"]
 
 
-def asked_precision(values: Mapping[str, Any]) -> str:
+def requested_precision(values: Mapping[str, Any]) -> str:
     """Return the precision in the values of `TrainingArguments`: `no` is fp32."""
     return next((name for name in HALVES if values[name]), "no")
 

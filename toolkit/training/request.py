@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoints.resume_request import ResumeRequest, asked_checkpoint
+from toolkit.backends import backend_of
+from toolkit.checkpoints.resume_request import ResumeRequest, requested_checkpoint
 from toolkit.configs.accelerate import check_num_processes
 from toolkit.configs.optimizers import missing_package, optimizer_problem
 from toolkit.configs.requested import (
@@ -26,10 +27,10 @@ from toolkit.configs.requested import (
     same_features,
     shown,
 )
+from toolkit.data.dataset import TokenDataset, prepare_data, prepare_validation
 from toolkit.data.flags import changed_flags, is_on, plain_value
-from toolkit.data.order import rows_needed
 from toolkit.data.packing import check_borders, check_no_cache
-from toolkit.data.prepared import PreparedData, prepare_data, prepare_validation
+from toolkit.data.sampling_order import rows_needed
 from toolkit.engines.deepspeed_config import checked_deepspeed_config
 from toolkit.environment import check_installed
 from toolkit.errors import UnfitModelError, UsageError
@@ -45,7 +46,6 @@ from toolkit.training.arguments import OwnArguments, RunArguments, training_valu
 from toolkit.training.dropout import dropout_facts
 from toolkit.training.evaluation_plan import check_evaluation
 from toolkit.training.flags import refuse_all
-from toolkit.training.loadable import check_loadable, check_split, has_weights
 from toolkit.training.method_arguments import MethodArguments
 from toolkit.training.methods import Method, check_strategy, checked_method
 from toolkit.training.model import (
@@ -57,12 +57,13 @@ from toolkit.training.model import (
     resolve_model,
     resolve_tokenizer,
 )
+from toolkit.training.model_checks import check_loadable, check_split, has_weights
 from toolkit.training.pipelines import bubble_note, check_pipeline, with_schedule
-from toolkit.training.precision import asked_precision, with_precision
+from toolkit.training.precision import requested_precision, with_precision
 from toolkit.training.run_folder import check_names
 from toolkit.training.speed_arguments import check_model, check_speed
 from toolkit.training.split_rows import check_rows
-from toolkit.training.tracking import asked_trackers, names_of_trackers
+from toolkit.training.tracking import names_of_trackers, requested_trackers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +119,8 @@ class Request:
     """The checkpoint that a rank is to go on from, before it is looked for."""
 
     model: ModelFacts
-    data: PreparedData
-    validation: PreparedData | None
+    data: TokenDataset
+    validation: TokenDataset | None
     """The rows to evaluate on; None if none were requested, or the run keeps evidence."""
 
     unfit: dict[tuple[str, int | None], str]
@@ -190,12 +191,12 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
     common = next(iter(values.values()))
     _refuse_ignored_flags(common, own)
     _refuse_under(launch, lambda strategy: _check_optimizer(values[strategy.name], strategy))
-    trackers = asked_trackers(common["report_to"], engine=own.run.engine)
+    trackers = requested_trackers(common["report_to"], engine=own.run.engine)
     resume = None
     if launch.environ is not None:  # in a rank; a comparison chooses the engine by strategy
         _refuse_under(launch, lambda strategy: _check_engine(own.run.engine, strategy))
         if check_output_folder(Path(common["output_dir"]), own.method, trackers) is None:
-            resume = asked_checkpoint(common)
+            resume = requested_checkpoint(common)
             _check_evidence_folders(own.run)
     _refuse_under(
         launch,
@@ -247,7 +248,7 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
                 strategy, own, values[strategy.name], folder=model.path, num_processes=ranks
             ),
         )
-    precision = asked_precision(common)
+    precision = requested_precision(common)
     check_model(own.speed, model.path)
     method = checked_method(own.method, own.model, model, precision=precision)
     if launch.knows_precision:
@@ -410,7 +411,7 @@ def _check_server(
     folder: str,
     num_processes: int | None,
 ) -> None:
-    if not strategy.has_server:
+    if not backend_of(strategy).has_server:
         return
     if num_processes is not None:
         check_num_processes(strategy, num_processes)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from toolkit.checkpoints.folders import step_of
 from toolkit.errors import UsageError
 from toolkit.launching.folder_lock import (
     LOCK_FILE,
@@ -22,7 +21,7 @@ from toolkit.launching.folder_lock import (
 )
 from toolkit.launching.ranks import rank
 from toolkit.measuring.attestation import gather_objects
-from toolkit.records.manifests import Damaged, read_manifest
+from toolkit.records.manifests import Damaged, checkpoint_step, read_manifest
 
 
 def check_names(
@@ -38,7 +37,7 @@ def check_names(
     """
     there = sorted(os.listdir(folder)) if folder.is_dir() else []
     if checkpoints:
-        names = [*names, *(f"{name}/" for name in there if step_of(Path(name)) is not None)]
+        names = [*names, *(f"{name}/" for name in there if checkpoint_step(Path(name)) is not None)]
     marked = is_marked(folder, "run")
     foreign = [name for name in names if not _is_free(folder / name, name, marked=marked)]
     if not can_be_marked(folder, "run"):
@@ -55,7 +54,7 @@ def check_names(
 
 
 @contextmanager
-def held(folder: Path, check: Callable[[], object]) -> Generator[FolderLock | None]:
+def lock_run_folder(folder: Path, check: Callable[[], object]) -> Generator[FolderLock | None]:
     """Have rank 0 lock the folder until the process ends; every rank enters the context.
 
     When the body raises a UsageError, the folder is left as it was.
@@ -94,7 +93,7 @@ def _is_free(path: Path, name: str, *, marked: bool) -> bool:
         return True
     if path.is_symlink() or not (path.is_dir() if name.endswith("/") else path.is_file()):
         return False
-    return marked or (step_of(path) is not None and _is_checkpoint(path))
+    return marked or (checkpoint_step(path) is not None and _is_checkpoint(path))
 
 
 def _is_checkpoint(folder: Path) -> bool:

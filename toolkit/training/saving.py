@@ -17,8 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from toolkit.checkpoints.committing import committing
-from toolkit.checkpoints.disk import in_words, room_missing
+from toolkit.checkpoints.atomic_folder import atomic_folder, room_missing, save_failure
 from toolkit.engines.backend import backend_of
 from toolkit.engines.base import Backend
 from toolkit.engines.fsdp2 import class_of, original_classes
@@ -77,7 +76,7 @@ def save_model(
 
     Args:
         model: The wrapped model.
-        folder: Where the model goes, as `committing` puts it there.
+        folder: Where the model goes, as `atomic_folder` puts it there.
         merge: Merge adapters into the weights and save an ordinary model. Otherwise only the
             adapters are saved, as peft loads them.
         tokenizer: Saved along, with its chat template, so that the folder is complete.
@@ -106,7 +105,7 @@ def save_model(
         try:
             if (missing := room_missing(folder, needed)) is not None:
                 raise SaveError(missing)
-            with committing(folder, obsolete=OBSOLETE, **facts) as draft:
+            with atomic_folder(folder, obsolete=OBSOLETE, **facts) as draft:
                 finite = _finite(weights, unwrapped)
                 if is_adapter:
                     write_adapter(unwrapped, finite, draft, tokenizer)
@@ -116,7 +115,7 @@ def save_model(
                     _write_card(card, draft, folder)
         except Exception as failure:  # the other ranks wait: they must hear of any error
             is_worded = isinstance(failure, SaveError)
-            reason = str(failure) if is_worded else in_words(failure, folder)
+            reason = str(failure) if is_worded else save_failure(failure, folder)
             error = f"{folder} was not saved: {reason}"
     for _ in gathered:
         pass  # the other ranks, and rank 0 after an error, only take part
@@ -181,7 +180,7 @@ def whole_weights(
     on: DeepSpeed's fp32 masters, where its parameters are 16-bit copies.
     """
     main, backend = accelerator.is_main_process, backend_of(model)
-    for name, parameter in backend.whole_parameters():
+    for name, parameter in backend.full_parameters():
         if parameter.requires_grad or not trained_only:
             yield name, _on_cpu(backend, parameter, main)
     for name, buffer in () if trained_only else _saved_buffers(unwrapped):
@@ -249,7 +248,7 @@ def _merged(
 
 def _on_cpu(backend: Backend, parameter: Any, main: bool) -> torch.Tensor | None:
     """Gather a weight on every rank, and return it on the CPU of rank 0 alone."""
-    weight = backend.whole_weight(parameter)
+    weight = backend.full_weight(parameter)
     return weight.cpu() if main else None
 
 

@@ -10,15 +10,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from toolkit.backends import backend_of
 from toolkit.configs.proven_models import PROVEN_MODELS
 from toolkit.data.flags import flag, plain_value
 from toolkit.errors import UsageError
+from toolkit.planning.levers import CHUNK_TOKENS
 from toolkit.strategies import Strategy
 from toolkit.training.precision import switched
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 
-CHUNK_TOKENS = 1024
 COMPILED_CHUNK_TOKENS = 4096
 """Of a compiled loss: the head's gradient is read and written once a chunk."""
 
@@ -141,7 +142,7 @@ class SpeedArguments:
 
     def under(self, strategy: Strategy) -> SpeedArguments:
         """Return the switches that have a place under a strategy: split rows have no masks."""
-        return replace(self, lean_masks=False) if strategy.splits_rows else self
+        return replace(self, lean_masks=False) if backend_of(strategy).splits_rows else self
 
     def with_flags(self, rest: Sequence[str], strategy: Strategy) -> list[str]:
         """Return the flags for `TrainingArguments`, with the tuned ones added.
@@ -154,7 +155,7 @@ class SpeedArguments:
         # DeepSpeed has its own optimizers. In fp16, torch's GradScaler (2.13) lets a fused
         # optimizer itself skip the step after an overflow. Accelerate doesn't notice, so the
         # learning rate would advance, while with other optimizers it waits.
-        if not strategy.reads_deepspeed_json and not switched(rest, "fp16"):
+        if not backend_of(strategy).reads_json and not switched(rest, "fp16"):
             ours["optim"] = "adamw_torch_fused"
         passed = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in rest}
         wanted = ours.keys() - passed if self.tuned else set[str]()
@@ -185,7 +186,7 @@ def check_speed(
     layers, by_flag = arguments.checkpoint_layers != "none", checkpoints_by_flag(values)
     compiles = bool(arguments.compile_blocks)
     # `single`, the control of every comparison, accepts both flags without effect.
-    several = strategy.is_distributed
+    several, backend = strategy.is_distributed, backend_of(strategy)
     messages = no_chunked_loss(values) if arguments.loss_impl == "chunked" else []
     if uses_liger and not on_gpu:
         messages.append("--use_liger_kernel needs a GPU; --loss_impl chunked runs everywhere")
@@ -201,7 +202,7 @@ def check_speed(
             "checkpoint the layers: leave one of them out"
         )
     messages += no_compiled_layers(values, strategy, evidence=evidence) if compiles else []
-    if strategy.tensor > 1:
+    if backend.splits_matrices:
         by_hand = {
             "--loss_impl chunked": arguments.loss_impl == "chunked",
             "--use_liger_kernel": uses_liger,
@@ -217,16 +218,14 @@ def check_speed(
         messages += no_bf16_weights(values, strategy)
     elif arguments.optimizer_state_dtype != "float32" and not arguments.uses_bf16_weights:
         messages.append("--optimizer_state_dtype is for the optimizer of --bf16_weights: pass both")
-    if arguments.ddp_bucket_view and several and not strategy.reduces_in_buckets:
+    if arguments.ddp_bucket_view and several and not backend.has_buckets:
         messages.append(f"--ddp_bucket_view is for ddp, and this is {strategy.name}")
-    if arguments.fsdp_prefetch and several and strategy.sharding != "rows":
+    if arguments.fsdp_prefetch and several and not backend.shards_rows:
         messages.append(f"--fsdp_prefetch is for FSDP2, and this is {strategy.name}")
-    if arguments.sync_each_batch and several and not strategy.reduces_on_request:
-        when = "workers push once a step"
-        if not strategy.has_server:
-            when = "stage decides when gradients are reduced"
+    if arguments.sync_each_batch and several and backend.unsynced:
         messages.append(
-            f"--sync_each_batch is for FSDP2 and ddp, and this is {strategy.name}, whose {when}"
+            f"--sync_each_batch is for FSDP2 and ddp, and this is {strategy.name}, whose "
+            f"{backend.unsynced}"
         )
     if arguments.sync_each_batch and values.get("gradient_accumulation_steps") == 1:
         messages.append(
@@ -246,7 +245,7 @@ def no_compiled_layers(
         messages.append("--compile_blocks and --torch_compile both compile the layers: pass one")
     if evidence:
         messages.append("--evidence looks into the layers, which --compile_blocks compiles away")
-    if strategy.sharding == "tensors":
+    if not backend_of(strategy).compiles:
         messages.append(
             "--compile_blocks gains nothing under ZeRO-3: DeepSpeed's hooks in every module of a "
             "layer are compiled anew for each until torch gives up (recompile_limit), and runs the "
@@ -258,7 +257,7 @@ def no_compiled_layers(
 def no_bf16_weights(values: Mapping[str, Any], strategy: Strategy) -> list[str]:
     """Return what excludes bf16 weights with fp32 masters, as sentences."""
     messages: list[str] = []
-    if strategy.is_distributed and not strategy.reduces_in_buckets:
+    if not backend_of(strategy).takes_bf16_weights:
         messages.append(
             f"--bf16_weights is for one process and ddp, and this is {strategy.name}, which keeps "
             "the weights in its own way"

@@ -2,7 +2,7 @@
 
 Attention is all that has to see more than a piece of a row, and the library replaces it where the
 model calls it by name. A model that computes it elsewhere, or needs a mask of its own, would train
-on other attention without an error, so its skeleton is asked first.
+on other attention without an error, so its model on the meta device is asked first.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any, Final
 
 import torch
 
+from toolkit.backends import backend_of
 from toolkit.errors import UnfitModelError, UsageError
 from toolkit.strategies import Strategy
 from toolkit.training.arguments import OwnArguments
-from toolkit.training.methods import skeleton
+from toolkit.training.methods import meta_model
 
 PROBE: Final = "toolkit_probe"
 """Name of an attention that only takes notes."""
@@ -47,11 +48,13 @@ def check_rows(
         UnfitModelError: they cannot.
         UsageError: flags ask for what does not go with it.
     """
-    if not strategy.splits_rows:
+    backend = backend_of(strategy)
+    if not backend.splits_rows:
         return
     name, attention = strategy.name, own.model.attn_implementation
-    # torch's ring takes the place of its own SDPA.
-    takes = WITHOUT_MASKS if strategy.reads_deepspeed_json else ("sdpa",)
+    # torch's ring takes the place of its own SDPA, and leaves each rank all heads.
+    in_ring = backend.shards_rows
+    takes = ("sdpa",) if in_ring else WITHOUT_MASKS
     refused = {
         "--packing best_fit, since nothing would keep the texts of a row apart": own.data.packing
         == "best_fit",
@@ -71,16 +74,16 @@ def check_rows(
             f"{name} splits rows over ranks, and does not go with {'; '.join(flags)}. Leave that "
             "out, or use another strategy."
         )
-    model = skeleton(folder, trust_remote_code=own.model.trust_remote_code)
+    model = meta_model(folder, trust_remote_code=own.model.trust_remote_code)
     size = None if num_processes is None else strategy.sequence_size(num_processes)
     problem = model_problem(
         model,
-        size=size if strategy.reads_deepspeed_json else None,
+        size=None if in_ring else size,
         length=own.data.length,
         attention=attention,
         takes=takes,
     )
-    if problem is None and strategy.sharding == "rows":
+    if problem is None and in_ring:
         problem = _ring_problem(model, drops=own.run.dropout != "off")
     if problem is not None:
         raise UnfitModelError(

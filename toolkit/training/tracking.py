@@ -54,7 +54,7 @@ WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 """wandb's own servers: a key of the older one is used for the newer, too."""
 
 
-def asked_trackers(report_to: str | Sequence[str] | None, *, engine: str) -> list[str]:
+def requested_trackers(report_to: str | Sequence[str] | None, *, engine: str) -> list[str]:
     """Return the trackers that `--report_to` names for an engine, `trainer` or `loop`.
 
     `all` means those of `TRACKERS` that are installed, and `none` means no tracker.
@@ -190,12 +190,7 @@ def trackers(args: TrainingArguments) -> list[GeneralTracker]:
 
     They are not started; for `Accelerator(log_with=...)` of the loop.
     """
-    from accelerate.tracking import (
-        MLflowTracker,
-        TensorBoardTracker,
-        TrackioTracker,
-        WandBTracker,
-    )
+    from accelerate.tracking import MLflowTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
     named = {} if args.run_name is None else {"name": args.run_name}
     builders = {

@@ -20,10 +20,9 @@ from transformers.trainer_utils import EvalLoopOutput, unwrap_peft_model
 from transformers.training_args import ParallelMode
 
 from toolkit.checkpoints.folders import checkpoint_folder
-from toolkit.checkpoints.keeping import Keeper, losses_before
-from toolkit.checkpoints.resume_request import LAST, asked_checkpoint
+from toolkit.checkpoints.resume_request import LAST, requested_checkpoint
 from toolkit.checkpoints.resuming import Resumed, find_checkpoint
-from toolkit.checkpoints.states import read_random_state, read_states
+from toolkit.checkpoints.saver import CheckpointSaver, losses_before, read_random_state, read_states
 from toolkit.configs.requested import (
     accumulation_dtype,
     agreed_strategy,
@@ -31,22 +30,21 @@ from toolkit.configs.requested import (
     requests_checkpointing,
 )
 from toolkit.data.packing import keep_texts_apart
-from toolkit.data.tokens import IGNORED
-from toolkit.engines.backend import backend_of, strategy_of_plugins
-from toolkit.engines.between_steps import between_steps
+from toolkit.engines.backend import backend_of, side_effect_free, strategy_of_plugins
 from toolkit.engines.fsdp2 import original_classes
 from toolkit.engines.masters import clip_in_fp32, moments_of, stepping_on_masters
-from toolkit.engines.prepared import Prepared
+from toolkit.engines.wrapped import Wrapped
 from toolkit.errors import UsageError
 from toolkit.launching.progress import progressed
 from toolkit.launching.ranks import say
-from toolkit.measuring.added_means import judging_loss
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.finite import require_finite
+from toolkit.measuring.forwards import LearnedRows
 from toolkit.measuring.heartbeat import Choice, heartbeat_for
 from toolkit.measuring.launcher import check_launch
-from toolkit.measuring.learned_rows import LearnedRows
+from toolkit.measuring.observed import judging_loss
 from toolkit.measuring.recorder import Recorder
+from toolkit.records.evidence import IGNORED
 from toolkit.records.json_files import SCHEMA, write_json
 from toolkit.records.record import RECORD_FILE, STEPS_FILE
 from toolkit.strategies import Strategy
@@ -56,7 +54,7 @@ from toolkit.training.card import card_of_trainer
 from toolkit.training.evaluation import perplexity
 from toolkit.training.fingerprint import facts_of_trainer
 from toolkit.training.observers import Observer, TrainerEvents
-from toolkit.training.run_folder import check_names, held
+from toolkit.training.run_folder import check_names, lock_run_folder
 from toolkit.training.saving import full_state_dict, save_model
 from toolkit.training.speed import Speed
 from toolkit.training.speed.lean_batches import Collate
@@ -127,7 +125,7 @@ class ToolkitTrainer(Trainer):
 
     Args:
         recorder: Records the run; None makes one from the launcher's environment.
-        keeper: Saves the checkpoints; None makes one from the arguments.
+        saver: Saves the checkpoints; None makes one from the arguments.
         observers: Called when the training is prepared and after each of its steps.
         scheduled_steps: Steps until the learning rate has decayed; later steps are only timed, and
             not logged. None: all steps.
@@ -145,7 +143,7 @@ class ToolkitTrainer(Trainer):
         self,
         *args: Any,
         recorder: Recorder | None = None,
-        keeper: Keeper | None = None,
+        saver: CheckpointSaver | None = None,
         observers: Sequence[Observer] = (),
         scheduled_steps: int | None = None,
         steps_per_epoch: int | None = None,
@@ -180,7 +178,7 @@ class ToolkitTrainer(Trainer):
             self.args, self.model, guards, self._record_folder
         )
         # Without `every`: the Trainer's own flow decides when it saves.
-        self.keeper = keeper or Keeper(
+        self.saver = saver or CheckpointSaver(
             output_dir=output_dir_of(self.args),
             facts=facts_of_trainer(self, _strategy_of(self.args)),
             recorder=self.recorder,
@@ -194,13 +192,9 @@ class ToolkitTrainer(Trainer):
         self._judges_loss = type(self).compute_loss is not ToolkitTrainer.compute_loss
         """Whether a subclass computes the loss, until its first micro-batch was judged."""
 
-        # A keeper that is passed decides when to save; else the Trainer's own flow does.
+        # A saver that is passed decides when to save; else the Trainer's own flow does.
         events = TrainerEvents(
-            self,
-            observers,
-            keeper=keeper,
-            steps_per_epoch=steps_per_epoch,
-            last_log=scheduled_steps,
+            self, observers, saver=saver, steps_per_epoch=steps_per_epoch, last_log=scheduled_steps
         )
         self.add_callback(events)
 
@@ -230,13 +224,13 @@ class ToolkitTrainer(Trainer):
         check = partial(
             check_names, output_dir_of(self.args), (RECORD_FILE, STEPS_FILE), flag="output_dir"
         )
-        with held(output_dir_of(self.args), check) as lock:
+        with lock_run_folder(output_dir_of(self.args), check) as lock:
             request = None
             if resume_from_checkpoint is not None and resume_from_checkpoint is not False:
                 name = LAST if resume_from_checkpoint is True else resume_from_checkpoint
                 values = {"output_dir": self.args.output_dir, "resume_from_checkpoint": str(name)}
-                request = asked_checkpoint(values)
-            resumed = None if request is None else find_checkpoint(request, self.keeper.facts)
+                request = requested_checkpoint(values)
+            resumed = None if request is None else find_checkpoint(request, self.saver.facts)
         self._learned_rows = rows = LearnedRows()
         try:
             with lock or nullcontext():
@@ -273,8 +267,8 @@ class ToolkitTrainer(Trainer):
         self._record_folder = Path(self._get_output_dir(trial))
         self._record_folder.mkdir(parents=True, exist_ok=True)
         self.recorder = _recorder_for(self.args, self.model, self._guards, self._record_folder)
-        self.keeper.recorder = self.recorder
-        self.keeper.facts = facts_of_trainer(self, _strategy_of(self.args))
+        self.saver.recorder = self.recorder
+        self.saver.facts = facts_of_trainer(self, _strategy_of(self.args))
 
     def finish_record(self) -> None:
         """Gather the records of all ranks, and write `record.json`; every rank calls it."""
@@ -297,9 +291,9 @@ class ToolkitTrainer(Trainer):
 
     def prepared(
         self, *, report: Callable[[int, dict[str, float]], None] = lambda step, values: None
-    ) -> Prepared:
+    ) -> Wrapped:
         """Return the wrapped objects of the training."""
-        return Prepared(
+        return Wrapped(
             accelerator=self.accelerator,
             model=self.model_wrapped,
             optimizer=self.optimizer,
@@ -372,7 +366,7 @@ class ToolkitTrainer(Trainer):
         try:
             with self.recorder.aside(), ExitStack() as stack:
                 if self.is_in_train:
-                    stack.enter_context(between_steps(self.accelerator, self.model_wrapped))
+                    stack.enter_context(side_effect_free(self.accelerator, self.model_wrapped))
                 output = super().evaluation_loop(
                     *args, metric_key_prefix=metric_key_prefix, **kwargs
                 )
@@ -460,12 +454,12 @@ class ToolkitTrainer(Trainer):
             return
         with self.recorder.aside():
             self.recorder.check_before_save(self.model_wrapped)
-        if not self.recorder.spoiled():
+        if not self.recorder.has_bad_step():
             require_finite(self.model_wrapped, Path(self._get_output_dir(trial=trial)))
             super()._save_checkpoint(model, trial)
 
     def _keep_checkpoint(self, output_dir: Path) -> None:
-        """Save as `Trainer._save_checkpoint` does, but as one commit, unless a step was spoiled."""
+        """Save as `Trainer._save_checkpoint` does, but as one commit, unless a step went bad."""
         state = self.state
         self.store_flos()
         best_before = state.best_model_checkpoint
@@ -475,7 +469,7 @@ class ToolkitTrainer(Trainer):
             best.is_dir() or state.best_global_step == state.global_step
         ):
             state.best_model_checkpoint = str(best)
-        folder = self.keeper.save(
+        folder = self.saver.save(
             self.prepared(),
             state.global_step,
             output_dir=output_dir,
@@ -524,9 +518,9 @@ class ToolkitTrainer(Trainer):
         if self.args.save_only_model:
             super()._load_best_model()
             return
-        state, prepared = self.state, self.prepared()
+        state, wrapped = self.state, self.prepared()
         folder, step = Path(str(state.best_model_checkpoint)), int(state.best_global_step or 0)
-        backend_of(prepared.model).read_model(folder, prepared, step=step)
+        backend_of(wrapped.model).read_model(folder, wrapped, step=step)
 
 
 def _switched_on(arguments: SpeedArguments, *args: Any, **kwargs: Any) -> Speed:

@@ -1,4 +1,4 @@
-"""What `--tuned` decides by the GPU, the model and the length of the run, with a reason for each.
+"""Decisions of `--tuned` by the GPU, the model and the length of the run, each with its reason.
 
 Modules that import the model's code are imported late: a rehearsal has to hide the GPUs before.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from toolkit import environment
+from toolkit.backends import backend_of
 from toolkit.configs.proven_models import PROVEN_MODELS
 from toolkit.errors import UsageError
 from toolkit.launching.ranks import rank, say
@@ -21,8 +22,8 @@ from toolkit.planning.speed.estimate import estimate_speed
 from toolkit.planning.speed.gpus import gpu
 from toolkit.planning.verdict import Room, fits
 from toolkit.strategies import Strategy
-from toolkit.training.loadable import read_config
-from toolkit.training.precision import asked_precision
+from toolkit.training.model_checks import read_config
+from toolkit.training.precision import requested_precision
 from toolkit.training.request import Request
 from toolkit.training.speed_arguments import SpeedArguments, no_compiled_layers
 
@@ -61,13 +62,14 @@ class Tuning:
         Raises:
             UsageError: it can't be planned.
         """
-        from toolkit.training.prepare import facts_under
+        from toolkit.training.preflight import facts_under
 
+        # `compiled_job` adds the compiled layers.
         speed = replace(self.speed, compile_blocks=False)
         request = replace(self.request, own=replace(self.request.own, speed=speed))
         run = {
             "strategy": self.strategy.name,
-            "precision": asked_precision(self.values),
+            "precision": requested_precision(self.values),
             "num_processes": self.request.launch.num_processes or 1,
         }
         return job_of(cast("RunFacts", run | facts_under(request, self.strategy, self.values)))
@@ -105,9 +107,10 @@ class Tuning:
         """
         if not self.gpus:
             raise UsageError("no GPU trains here.")
-        if self.strategy.schedule is not None:
+        if backend_of(self.strategy).in_stages:
             raise UsageError(f"{self.strategy.name} needs its micro-batches.")
         room = Room(gpu_bytes=min(gpu.memory_bytes for gpu in self.gpus))
+        # A divisor keeps the rows of a step, and with them the training, as they were.
         for size in sorted((n for n in range(1, rows + 1) if rows % n == 0), reverse=True):
             if fits(self.job.with_(batch=size, accumulation=rows // size), room):
                 return size

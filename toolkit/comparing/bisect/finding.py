@@ -21,6 +21,8 @@ from toolkit.comparing.bisect.run_pair import LinkGap, RunPair, TracedRun
 from toolkit.comparing.run.folders import FailedStart, Finished, command_at
 from toolkit.errors import UsageError
 from toolkit.records.json_files import SCHEMA
+from toolkit.tables.grid import Section
+from toolkit.tables.markdown import document, escaped, fenced, section_text
 
 LinkVerdict = Literal["equal", "within", "differs", "unknown"]
 
@@ -141,20 +143,18 @@ def _compare_link(
         rounding_pair: The first run and itself in fp32, where its rounding can be measured.
         parted: Distance between the weights before the step.
     """
-    gap = link.compare(pair)
+    gap = link.judge(pair)
     if isinstance(gap, str):
         return Finding(link=link.name, verdict="unknown", words=f"not compared: {gap}")
     rounding = None
     if link.rounds and rounding_pair is not None:
-        rounding_gap = link.compare(rounding_pair)
+        rounding_gap = link.judge(rounding_pair)
         rounding = None if isinstance(rounding_gap, str) else rounding_gap.value
-    limit = max(link.limit, link.drift * parted)
+    limit = max(link.limit(pair.precision), link.drift * parted)
     if rounding is not None:
         limit = max(limit, ROUNDINGS * rounding)
-    if pair.precision != "no":
-        limit = max(limit, link.low_precision_limit or 0.0)
-        if rounding is None:
-            limit = max(limit, link.unmeasured_limit or 0.0)
+    elif pair.precision != "no":
+        limit = max(limit, link.unmeasured_limit)
     # Negated, so that a NaN counts as a difference.
     differs = gap.is_fault or not gap.value <= limit
     verdict: LinkVerdict = "differs" if differs else "within" if gap.value else "equal"
@@ -164,7 +164,7 @@ def _compare_link(
         words = f"equal within {link.as_text(gap.value)} (limit {link.as_text(limit)})"
     else:
         words = f"equal{': ' if gap.equal else ''}{gap.equal}"
-    if rounding is not None and not gap.value <= link.limit:
+    if rounding is not None and not gap.value <= link.limit("no"):
         words += _explain_rounding(link, gap, rounding, pair, differs=differs)
     return Finding(
         link=link.name,
@@ -274,30 +274,23 @@ def _run_as_json(name: str, end: Finished | FailedStart) -> dict[str, Any]:
 
 def as_page(result: StepResult) -> str:
     """Return `bisect.md`: a table of the links, and the commands that trained."""
-    text = [f"# {' and '.join([*result.runs][:2])}: the first difference", ""]
     bisection = result.bisection
     if bisection is None:
-        text += [*result.problem, ""]
+        shown = Section("\n\n".join(map(escaped, result.problem)))
     else:
         first = bisection.first
-        text += [
-            "Nothing differs beyond its limit."
-            if first is None
-            else f"**{first.link}**: {first.words}.",
-            "",
-            "| link | found |",
-            "|---|---|",
-            *(f"| {finding.link} | {_cell(finding)} |" for finding in bisection.findings),
-            "",
-            *(f"- {note}" for note in (*bisection.notes, *result.advice)),
-            "",
+        text = "Nothing differs beyond its limit."
+        if first is not None:
+            text = f"**{first.link}**: {escaped(first.words)}."
+        rows = [
+            # The words of a finding name each verdict, except a difference.
+            [one.link, f"differs: {one.words}" if one.verdict == "differs" else one.words]
+            for one in bisection.findings
         ]
-    for name, end in result.runs.items():
-        text += [f"{name}:", "", "```sh", command_at(end.folder) or "", "```", ""]
-    return "\n".join(text)
-
-
-def _cell(finding: Finding) -> str:
-    words = finding.words.replace("|", "/")
-    # The words of a finding name each verdict, except a difference.
-    return f"differs: {words}" if finding.verdict == "differs" else words
+        shown = Section(text, ("link", "found"), rows, (*bisection.notes, *result.advice))
+    commands = [
+        f"{escaped(name)}:\n\n{fenced(command_at(end.folder) or '', language='sh')}"
+        for name, end in result.runs.items()
+    ]
+    title = f"# {' and '.join([*result.runs][:2])}: the first difference"
+    return document([title, section_text(shown), *commands])

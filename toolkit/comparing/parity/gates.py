@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
+from toolkit.backends import backend_of
 from toolkit.comparing.parity import judges
-from toolkit.comparing.parity.judgement import (
-    GATED_STEPS,
-    ROUNDED,
-    Case,
-    Judgement,
-    Rounding,
-)
+from toolkit.comparing.parity.checks import Check
+from toolkit.comparing.parity.judgement import GATED_STEPS, ROUNDED, Case, Judgement, Rounding
 from toolkit.configs.optimizers import NOT_BY_ELEMENT
 from toolkit.records.record import Record
 from toolkit.records.results import Judged, Row
@@ -30,19 +26,12 @@ from toolkit.strategies import STRATEGIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gate:
+class Gate(Check[Callable[[Case, Judgement], None]]):
     """A property that must be the same in a run and in the control."""
 
-    judge: Callable[[Case, Judgement], None]
     of: Literal["steps", "result", "rows"]
     """Subject of the gate: each step, the result of the updates, or the rows that were read. Rows
     remain comparable where the updates are not."""
-
-    limits: Mapping[str, float] | None = None
-    """The largest distance from the control that counts as the same training, by precision."""
-
-    words: str | None = None
-    """Description of the comparison for a report; `{}` stands for the limit."""
 
     part_of: str | None = None
     """The gate that this one belongs to, where it is a second check of it."""
@@ -61,49 +50,57 @@ class Gate:
 # fp16: 2.5e-5, 1.3e-5, not measured, 2.9e-3, of ddp alone and on a CPU
 LOSS_LIMITS: Final = {"no": 1e-5, "bf16": 7e-2, "fp16": 2e-2}
 
-GATES: Final[dict[str, Gate]] = {
-    "loss": Gate(
+_GATES: Final = (
+    Gate(
+        name="loss",
         judge=judges.judge_losses,
         of="steps",
         limits=LOSS_LIMITS,
         words="loss within {:g} of the control",
     ),
-    "grad_norm": Gate(
+    Gate(
+        name="grad_norm",
         judge=judges.judge_grad_norms,
         of="steps",
         limits={"no": 5e-4, "bf16": 1e-2, "fp16": 1e-2},
         words="gradient norm before clipping within {:g} relative",
     ),
-    "gradients": Gate(
+    Gate(
+        name="gradients",
         judge=judges.judge_gradients,
         of="steps",
         limits={"no": 1e-3, "bf16": 0.2, "fp16": 0.2},
         words="(that of each parameter within {:g} in the first step)",
         part_of="grad_norm",
     ),
-    "weights": Gate(
+    Gate(
+        name="weights",
         judge=judges.judge_weights,
         of="result",
         limits={"no": 3e-4, "bf16": 0.2, "fp16": 0.2},
         words="final weights within {:g} of the control's own update",
         judges_skips=True,
     ),
-    "data": Gate(
+    Gate(
+        name="data",
         judge=judges.judge_data,
         of="rows",
         words="the same rows in each step and no row on two ranks",
     ),
-    "evaluation": Gate(
-        judge=judges.judge_evaluation, of="result", limits=LOSS_LIMITS, needs="evaluation"
+    Gate(
+        name="evaluation",
+        judge=judges.judge_evaluation,
+        of="result",
+        limits=LOSS_LIMITS,
+        needs="evaluation",
     ),
-}
+)
+GATES: Final = {gate.name: gate for gate in _GATES}
 
 
 def limit_of(gate: str, precision: str) -> float:
     """Return the limit of a gate that measures a distance."""
-    limits = GATES[gate].limits
-    assert limits is not None, f"{gate} measures no distance"
-    return limits[precision]
+    return GATES[gate].limit(precision)
 
 
 def gate_names(rows: Sequence[Row] = (), *, optional: bool = False) -> list[str]:
@@ -122,9 +119,9 @@ def gate_names(rows: Sequence[Row] = (), *, optional: bool = False) -> list[str]
 def gates_in_words(precision: str) -> str:
     """Return the comparisons of the gates and their limits, as a list in a sentence."""
     texts = {
-        name: gate.words.format(gate.limits[precision] if gate.limits else "")
+        name: words
         for name, gate in GATES.items()
-        if gate.words is not None
+        if (words := gate.in_words(precision)) is not None
     }
     return ", ".join(
         " ".join(text for part, text in texts.items() if name in (part, GATES[part].part_of))
@@ -159,7 +156,7 @@ def judge(
         last_step=GATED_STEPS if other_update is None else min(first_step, GATED_STEPS),
     )
     for gate in GATES.values():
-        limit = math.nan if gate.limits is None else gate.limits[record["precision"]]
+        limit = math.nan if gate.limits is None else gate.limit(record["precision"])
         gate.judge(replace(case, limit=limit), judgement)
     _leave_open(judgement, case, other_update)
     if judgement.judged_steps is not None and not judgement.broken:
@@ -223,7 +220,7 @@ def _take_back(judgement: Judgement, gates: Set[str], reason: str) -> None:
 def _other_update(record: Record, control: Record) -> str | None:
     """Say why the first update of two sound runs differs already; None where it must agree."""
     optimizer = record["training"]["optimizer"]
-    zero = {name for name, strategy in STRATEGIES.items() if strategy.reads_deepspeed_json}
+    zero = {name for name, strategy in STRATEGIES.items() if backend_of(strategy).reads_json}
     if optimizer not in NOT_BY_ELEMENT or not zero & {record["strategy"], control["strategy"]}:
         return None
     return (
@@ -246,10 +243,7 @@ def judge_control(record: Record) -> Judgement:
     bad = next((step for step, loss in enumerate(losses, 1) if not math.isfinite(loss)), None)
     if bad is not None:
         judgement.break_gate(
-            "loss",
-            "the loss of the control is not finite",
-            first_step=bad,
-            value=losses[bad - 1],
+            "loss", "the loss of the control is not finite", first_step=bad, value=losses[bad - 1]
         )
     elif not losses or len(losses) != requested:
         judgement.break_gate("loss", f"the control recorded {len(losses)} of {requested} steps")

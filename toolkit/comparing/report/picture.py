@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from toolkit.comparing.report.figures.frame import colour_of, style_of
-from toolkit.comparing.report.names import for_readers
-from toolkit.comparing.report.page import STYLE
-from toolkit.comparing.report.redact import redact_results
+from toolkit.comparing.report.names import for_readers, redact_results
 from toolkit.comparing.report.row_facts import (
     counted_peak,
     counts_peaks,
@@ -34,6 +32,7 @@ from toolkit.environment import check_installed
 from toolkit.escaping import one_line
 from toolkit.files import write_bytes
 from toolkit.records.results import Results, Row, read_results
+from toolkit.tables.page import STYLE
 
 PICTURE_FILE: Final = "report.png"
 

@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from toolkit.backends import backend_of
 from toolkit.comparing.report import words
-from toolkit.comparing.report.grid import Column, Section, columns_of, grid, missing_lines
 from toolkit.comparing.report.names import both_engines
 from toolkit.comparing.report.row_facts import (
     baseline,
+    columns_of,
     control_name,
     counted_peak,
     counts_peaks,
+    field_column,
     host_in_peak_lines,
     is_control,
     listed,
     measured,
+    name_of,
     offloads,
     peak_field,
     peak_of,
@@ -28,20 +31,15 @@ from toolkit.comparing.report.row_facts import (
     predicted_peak,
     ratio,
     reason_for,
+    runs_grid,
     states_of,
     status_of,
 )
-from toolkit.comparing.report.words import (
-    NOT_AVAILABLE,
-    number,
-    seconds,
-    size,
-    size_between,
-    tokens_per_second,
-)
+from toolkit.comparing.report.words import number, seconds, size, size_between, tokens_per_second
 from toolkit.records.fields import NO_PRICE, value_at
 from toolkit.records.record import strategy_of
 from toolkit.records.results import Control, Results, Row
+from toolkit.tables.grid import NOT_AVAILABLE, Column, Missing, Section, grid
 
 MEASURED: Final = ("states", "peak memory", "final loss", "gap")
 
@@ -99,27 +97,37 @@ def runs_table(results: Results, *, speed: bool | None = None) -> Section:
     """
     runs, base, counted = results["runs"], baseline(results), counts_peaks(results)
     speed = not results["rehearsal"] if speed is None else speed
-    lines = [_all_cells(row, results, base) for row in runs]
+
+    def column(name: str, field: str | None = None) -> Column[Row]:
+        def cell(row: Row) -> str | Missing:
+            text = _all_cells(row, results, base)[name]
+            if text != NOT_AVAILABLE or name in naming:
+                return text
+            return Missing(reason_for(row, field or peak_field(row, counted=counted)))
+
+        return Column(name, cell)
+
+    naming = [*_naming_columns(runs), "status"]
     measured = _measured_columns(results, base, speed=speed)
-    columns = [*_naming_columns(runs), "status", *measured]
-    missing = [
-        (row, column, reason_for(row, field or peak_field(row, counted=counted)))
-        for row, line in zip(runs, lines, strict=True)
-        for column, field in measured.items()
-        if line[column] == NOT_AVAILABLE
-    ]
+    section = grid(
+        runs,
+        [column(name, field) for name, field in measured.items()],
+        label=name_of,
+        naming=[*map(column, naming)],
+        words=["status"],
+        # Name the runs rather than write `every run`: the reader looks for a name.
+        says_every=False,
+    )
     headings = {"gap": "gap to the control"}
     if results["rehearsal"]:
         headings["peak memory"] = "peak, counted" if counted else "peak host memory"
-    return Section(
-        "",
-        [headings.get(name, name) for name in columns],
-        [[line[name] for name in columns] for line in lines],
-        [
+    return section._replace(
+        header=[headings.get(name, name) for name in section.header],
+        names=len(naming) - 1,
+        notes=[
             *_table_notes(results, base if speed else None),
             *peaks_out_of_order(results),
-            # Name the runs rather than write `every run`: the reader looks for a name.
-            *missing_lines(missing, runs=0, columns=len(measured)),
+            *section.notes,
         ],
     )
 
@@ -128,7 +136,8 @@ def _naming_columns(runs: Sequence[Row]) -> list[str]:
     """Return the columns that identify the runs."""
     counts = {row["num_processes"] for row in runs if row["strategy"] != "single"}
     engines = ["engine"] if both_engines(row["engine"] for row in runs) else []
-    splits = ["mesh"] if any(s.splits_model for s in map(strategy_of, runs) if s) else []
+    backends = (backend_of(strategy) for strategy in map(strategy_of, runs) if strategy)
+    splits = ["mesh"] if any(backend.splits_model for backend in backends) else []
     return ["strategy", *engines, *(["processes"] if len(counts) > 1 else []), *splits]
 
 
@@ -243,14 +252,14 @@ def _times(row: Row, base: Row | None) -> str:
 def speed_and_cost(results: Results) -> Section | None:
     """Return arithmetic and cost of the runs; None where no run has either."""
     runs, declared = results["runs"], columns_of("speed")
-    if all(column.cell(row) == NOT_AVAILABLE for row in runs for column in declared):
+    if all(isinstance(column.cell(row), Missing) for row in runs for column in declared):
         return None
     base = baseline(results)
     speed = "tokens_per_second"
-    columns = [Column("tokens/s", lambda row: tokens_per_second(row[speed]), speed)]
+    columns = [field_column("tokens/s", lambda row: tokens_per_second(row[speed]), speed)]
     if base is not None:
-        columns.append(Column(f"vs {base['name']}", lambda row: _times(row, base), speed))
-    section = grid(runs, [*columns, *declared], drop_empty=True)
+        columns.append(field_column(f"vs {base['name']}", lambda row: _times(row, base), speed))
+    section = runs_grid(runs, [*columns, *declared], drop_empty=True)
     return section._replace(notes=[*_conventions(results), *section.notes])
 
 

@@ -1,13 +1,7 @@
-"""`results.csv`: one line per run, for a spreadsheet or a data frame.
-
-Numbers are plain, with their unit in the name of the column. A value that was not measured is
-empty, and the last column has the reason.
-"""
+"""`results.csv`: one line per run; the last column has the reasons of values not measured."""
 
 from __future__ import annotations
 
-import csv
-import io
 from typing import Any, Final
 
 from toolkit.comparing.parity.gates import gate_names
@@ -24,14 +18,12 @@ from toolkit.comparing.report.sections.traffic import (
 )
 from toolkit.records.fields import fields_of, value_at
 from toolkit.records.results import Results, Row
+from toolkit.tables.sheet import render_sheet
 
 TABLE_FILE: Final = "results.csv"
 
 IN_PARTS: Final = ("step seconds", "difference", "interval")
 """Units of values whose fields are separate columns."""
-
-FORMULA: Final = ("=", "+", "-", "@", "\t", "\r", "\n", "|", "%", "＝", "＋", "－", "＠")
-"""First characters with which a spreadsheet takes a cell for a formula."""
 
 
 def render_table(results: Results) -> str:
@@ -40,24 +32,7 @@ def render_table(results: Results) -> str:
     scaled = {scale.row["name"]: scale for scale in scaled_runs(results)}
     prompts = max((len(row["samples"] or []) for row in results["runs"]), default=0)
     lines = [_line(row, results, prompts, base, scaled.get(row["name"])) for row in results["runs"]]
-    stream = io.StringIO()
-    columns = list(lines[0]) if lines else ["strategy", "engine", "status"]
-    writer = csv.DictWriter(stream, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({name: csv_cell(value) for name, value in line.items()} for line in lines)
-    return stream.getvalue()
-
-
-def csv_cell(value: Any) -> Any:
-    """Return a value as a cell, safe from formulas in a spreadsheet and without line breaks."""
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        text = " ".join(value.split())
-        return f"'{text}" if text.startswith(FORMULA) else text
-    return value
+    return render_sheet(lines, empty=("strategy", "engine", "status"))
 
 
 def _line(

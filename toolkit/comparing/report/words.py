@@ -8,8 +8,7 @@ from typing import Any, Final, cast
 
 from toolkit.escaping import one_line
 from toolkit.records.fields import Unit
-
-NOT_AVAILABLE: Final = "n/a"
+from toolkit.tables.grid import NOT_AVAILABLE
 
 DROPOUT_DIFFERS: Final = (
     "with it each run draws other masks, and none could be judged. toolkit.train alone keeps it, "

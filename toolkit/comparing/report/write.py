@@ -1,23 +1,18 @@
-"""The report as text: GitHub markdown for a file, a table for a terminal.
+"""Every form of a report: GitHub markdown, a page, a sheet, a picture, a table for a terminal.
 
-It is made from `results.json` alone, so another machine or a newer toolkit can make it again. Text
-from a run or a user is escaped before it becomes part of a page.
+They are made from `results.json` alone, so another machine or a newer toolkit can make them again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import TYPE_CHECKING, Final
 
-from toolkit.comparing.report.markdown import bullets, escaped, fenced, section_text
-from toolkit.comparing.report.names import for_readers
-from toolkit.comparing.report.redact import redact_results
-from toolkit.comparing.report.runs_table import runs_table, speed_and_cost
-from toolkit.comparing.report.sections import parts
-from toolkit.comparing.report.sections.failures import Failure, failures
-from toolkit.comparing.report.sections.limits import limits
-from toolkit.comparing.report.terminal import tables
+from toolkit.comparing.report.names import for_readers, redact_results
+from toolkit.comparing.report.picture import write_picture
+from toolkit.comparing.report.runs_table import runs_table
+from toolkit.comparing.report.sections import report_sections
+from toolkit.comparing.report.table_file import TABLE_FILE, render_table
 from toolkit.comparing.report.verdict import (
     REHEARSAL,
     broken_lines,
@@ -25,14 +20,85 @@ from toolkit.comparing.report.verdict import (
     unjudged_lines,
     verdict,
 )
-from toolkit.comparing.report.words import facts
-from toolkit.escaping import code
+from toolkit.errors import UsageError
 from toolkit.files import write_text
-from toolkit.records.fields import Table, fields_of
-from toolkit.records.results import Results, Row, read_results
+from toolkit.records.record import RECORD_FILE
+from toolkit.records.results import RESULTS_FILE, SPEC_FILE, Results, has_runs, read_results
+from toolkit.tables.markdown import bullets, document, escaped
+from toolkit.tables.terminal import print_line, print_tables
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+from typing import TYPE_CHECKING
+
+from toolkit.comparing.report.figures import draw_all
+from toolkit.comparing.report.row_facts import baseline, is_control
+from toolkit.tables import page
+from toolkit.tables.grid import Section
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+PAGE_FILE: Final = "report.html"
+FIGURES: Final = Path(__file__).with_name("figures.html.jinja")
+
+
+def render_page(results: Results) -> str:
+    """Return the page; the caller should pass redacted results."""
+    results = for_readers(results)
+    runs, *others = report_sections(results, page=True)
+    kinds = ["Comparison"]
+    kinds += ["rehearsal on the CPU"] if results["rehearsal"] else []
+    kinds += [] if results["complete"] else ["not finished"]
+    return page.render_page(
+        results["name"],
+        kind=" · ".join(kinds),
+        tab=f"Comparison {results['name']}",
+        head={
+            "rehearsal": REHEARSAL if results["rehearsal"] else "",
+            "verdict": escaped(verdict(results)),
+            "broken": bullets(broken_lines(results)),
+            "findings": escaped(findings(results)),
+        },
+        parts=[_by_name(runs, results), _figures(results), *others],
+        foot="Made from results.json alone; `toolkit report` with this folder makes it again.",
+    )
+
+
+def _by_name(runs: Section, results: Results) -> Section:
+    """Return the table of the runs with a run's name in one column, and its roles."""
+    base = None if results["rehearsal"] else baseline(results)
+    kept = [at for at in range(runs.names) if runs.header[at] not in ("strategy", "engine")]
+    kept += range(runs.names, len(runs.header))
+    lines = zip(results["runs"], runs.rows, strict=True)
+    roles = [
+        [
+            *(["control"] if is_control(row, results["control"]) else []),
+            *(["baseline"] if row is base else []),
+        ]
+        for row in results["runs"]
+    ]
+    return runs._replace(
+        id="table",
+        title="The runs",
+        header=["run", *(runs.header[at] for at in kept)],
+        rows=[[row["name"], *(line[at] for at in kept)] for row, line in lines],
+        names=1,
+        roles=roles,
+    )
+
+
+def _figures(results: Results) -> Markup:
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        FIGURES.read_text(encoding="utf-8")
+    )
+    return Markup(template.render(figures=draw_all(results)))
+
 
 REPORT_FILE: Final = "report.md"
 
@@ -56,10 +122,8 @@ def print_report(results: Results, *, console: Console, show_speed: bool = False
 
     results = for_readers(results)
     shown = runs_table(results, speed=True if show_speed else None)
-    for table in tables(shown, width=console.width):
-        console.print(table)
-        console.print()
-    for text in (*shown.notes, *broken_lines(results), *unjudged_lines(results)):
+    print_tables(shown, console=console)
+    for text in (*broken_lines(results), *unjudged_lines(results)):
         console.print(Text(text), highlight=False)
     console.print(Text(verdict(results), style="bold"), highlight=False)
     if results["rehearsal"]:
@@ -69,74 +133,76 @@ def print_report(results: Results, *, console: Console, show_speed: bool = False
 def render_markdown(results: Results) -> str:
     """Return the report as GitHub markdown."""
     results = for_readers(results)
-    name = results["name"]
-    blocks = [
-        f"# Comparison {escaped(name)}",
-        *([REHEARSAL] if results["rehearsal"] else []),
+    head = [
+        f"# Comparison {escaped(results['name'])}",
+        REHEARSAL if results["rehearsal"] else "",
         f"**{escaped(verdict(results))}**",
-        bullets([escaped(line) for line in broken_lines(results)]),
+        bullets(broken_lines(results)),
         escaped(findings(results)),
-        section_text(runs_table(results)),
     ]
-    commands = [row["command"] for row in results["runs"] if row["command"] is not None]
-    ends = [text for failure in failures(results) for text in _failure(failure)]
-    missing = [escaped(line) for line in not_measured(results)]
-    for part in parts(results):
-        blocks += [f"## {part.title}", section_text(part.section)]
-    blocks += [
-        "## What was the same in every run",
-        _facts(results["fixed"]),
-        "## Environment",
-        _facts(results["environment"]),
-        "## Commands",
-        fenced("\n".join(commands), language="sh") if commands else "No run was started.",
-        "## Failures" if ends else "",
-        *ends,
-        "## Not measured" if missing else "",
-        bullets(missing),
-        "## Limits",
-        bullets([escaped(line) for line in limits(results)]),
-    ]
-    return "\n\n".join(block for block in blocks if block) + "\n"
+    return document(head, report_sections(results))
 
 
-ELSEWHERE: Final = ("gates", "memory", "peak", "traffic", "evaluation", "eval_loss_gap", "samples")
-"""Fields whose reasons are below tables that have more than declared columns."""
+def write_reports(folder: Path) -> list[Path]:
+    """Write `report.md`, `report.html` and `results.csv` beside `results.json`.
+
+    Raises:
+        UsageError: there are no results to read.
+        OSError: the folder is not writable.
+    """
+    return _write(folder, redact_results(read_results(folder)))
 
 
-def not_measured(results: Results) -> list[str]:
-    """Return missing fields and reasons that no table has given."""
-    tables = {*get_args(Table)} - (set() if speed_and_cost(results) else {"speed"})
-    named = {*ELSEWHERE, "tokens_per_second", "step_seconds", "spread"} | {
-        path.partition(".")[0] for path, fact in fields_of(Row) if fact.table in tables
+def _write(folder: Path, results: Results) -> list[Path]:
+    """Write the reports of redacted results."""
+    made = {
+        REPORT_FILE: render_markdown(results),
+        PAGE_FILE: render_page(results),
+        TABLE_FILE: render_table(results),
     }
-    of_all = results["not_measured"].items()
-    # The noise is part of the limits section.
-    lines = [f"{field}: {reason}" for field, reason in of_all if field != "noise"]
-    return lines + [
-        f"{row['name']}, {field}: {reason}"
-        for row in results["runs"]
-        if row["status"] == "ok"
-        for field, reason in row["not_measured"].items()
-        if field.partition(".")[0] not in named
-    ]
+    for name, text in made.items():
+        write_text(folder / name, text)
+    return [folder / name for name in made]
 
 
-def _facts(recorded: Mapping[str, Any]) -> str:
-    lines = [f"{escaped(name)}: {escaped(shown)}" for name, shown in facts(recorded)]
-    return bullets(lines) or "Nothing was recorded."
+def remake(folder: Path, *, console: Console, show_speed: bool = False) -> None:
+    """Print the table and write every report again.
+
+    `show_speed` shows the speeds of a rehearsal in the table too.
+
+    Raises:
+        UsageError: the folder holds no comparison.
+    """
+    results = redact_results(comparison_in(folder))
+    written = _write(folder, results)
+    print_report(results, console=console, show_speed=show_speed)
+    for path in written:
+        print_line(f"Written: {path}", console=console)
 
 
-def _failure(failure: Failure) -> list[str]:
-    blocks = [
-        f"### {escaped(failure.name)}: {escaped(failure.status)}",
-        escaped(failure.reason),
-        f"Cause: {escaped(failure.cause)}" if failure.cause else "",
-        escaped(failure.planned or ""),
-        f"What helps: {escaped(failure.fix)}" if failure.fix else "",
-        section_text(failure.mismatches) if failure.mismatches else "",
-        section_text(failure.ranks) if failure.ranks else "",
-        fenced(failure.tail) if failure.tail else "Its log has no last lines.",
-        f"The whole log: {code(failure.log)}" if failure.log else "",
-    ]
-    return [block for block in blocks if block]
+def remake_picture(folder: Path, *, console: Console) -> None:
+    """Write only the picture of the comparison.
+
+    Raises:
+        UsageError: the folder holds no comparison, or matplotlib is not installed.
+    """
+    comparison_in(folder)
+    print_line(f"Written: {write_picture(folder)}", console=console)
+
+
+def comparison_in(folder: Path) -> Results:
+    """Read the comparison that the user named.
+
+    Raises:
+        UsageError: the folder holds no comparison.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder. Name the folder of a comparison.")
+    if not (folder / RESULTS_FILE).is_file() and not has_runs(folder):
+        is_run = (folder / RECORD_FILE).is_file() or (folder / SPEC_FILE).is_file()
+        raise UsageError(
+            f"{folder} is one run of a comparison. Name the folder above it."
+            if is_run
+            else f"{folder} holds no {RESULTS_FILE}. Name a folder that toolkit compare wrote."
+        )
+    return read_results(folder)

@@ -8,9 +8,8 @@ from typing import Annotated, Final, Literal
 
 from toolkit.configs import Flag, Precision
 from toolkit.errors import UsageError
+from toolkit.jobs.options import USUAL_STRATEGIES
 from toolkit.strategies import Engine, Strategy
-
-DEFAULT_STRATEGIES: Final = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
 
 USUAL_PROCESSES: Final = 2
 
@@ -36,8 +35,7 @@ OWNED_FLAGS: Final = {
     "dtype": "a comparison loads fp32 weights everywhere; compare has its own --precision",
     "resume_from_checkpoint": f"{KEEPS_FINAL}; give the same --output to resume the comparison",
     **dict.fromkeys(
-        ("deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config"),
-        CONFIGURED,
+        ("deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config"), CONFIGURED
     ),
     "ddp_backend": CONFIGURED,
     "evidence": "toolkit compare --bisect sets it",
@@ -53,7 +51,7 @@ OWNED_FLAGS: Final = {
 class CompareOptions:
     """Options of `toolkit compare`."""
 
-    strategies: Sequence[str] = DEFAULT_STRATEGIES
+    strategies: Sequence[str] = USUAL_STRATEGIES
     """Strategies by the names of the strategies table, in the order of the report."""
 
     engine: Annotated[

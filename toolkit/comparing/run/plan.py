@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
+from toolkit.backends import backend_of
 from toolkit.comparing.report.names import both_engines, without_engine
 from toolkit.comparing.run.options import CompareOptions, check_train_flags, flags_in
 from toolkit.configs.accelerate import num_processes_problem
@@ -105,15 +106,14 @@ class ComparisonPlan:
         """Return this plan without the runs that cannot take the model: they are skipped.
 
         Args:
-            unfit: Strategy, number of processes and reason, as `toolkit.training.prepare` has them.
+            unfit: Strategy, number of processes and reason, as `training.preflight` has them.
         """
         reasons = {(entry["strategy"], entry["num_processes"]): entry["reason"] for entry in unfit}
 
         def checked(runs: Sequence[Run]) -> tuple[Run, ...]:
             return tuple(
                 replace(
-                    run,
-                    skipped=run.skipped or reasons.get((run.strategy.name, run.num_processes)),
+                    run, skipped=run.skipped or reasons.get((run.strategy.name, run.num_processes))
                 )
                 for run in runs
             )
@@ -153,7 +153,9 @@ def build_plan(
     counts = {s.name: _counts(s, options) for s in (*strategies, *controls)}
     distributed = [s for s in strategies if s.is_distributed]
     several = [
-        s.name for s in distributed if options.scale or not (s.runs_alone or _makes_groups(s))
+        s.name
+        for s in distributed
+        if options.scale or not (backend_of(s).least_ranks == 1 or backend_of(s).makes_groups)
     ]
     if several and options.processes < 2:
         need = "a count of 2 or more in --scale" if options.scale else "--num_processes 2 or more"
@@ -227,7 +229,7 @@ def _with_control(names: Sequence[str]) -> tuple[list[Strategy], list[str]]:
 def _counts(strategy: Strategy, options: CompareOptions) -> list[int]:
     """Return the numbers of processes that a strategy runs with, ascending."""
     if not options.scale or not strategy.is_distributed:
-        return [processes_for(strategy, options.processes)]
+        return [backend_of(strategy).ranks_among(options.processes)]
     return sorted(set(options.scale) - {1})
 
 
@@ -275,11 +277,6 @@ def _sharing(strategy: Strategy, processes: int, options: CompareOptions) -> int
     return options.processes if shares_evenly else readers
 
 
-def _makes_groups(strategy: Strategy) -> bool:
-    """Whether a strategy runs with more processes than the others, for groups of its own."""
-    return strategy.replicas > 1 or strategy.pipeline is not None
-
-
 def _optimizer(flags: Sequence[str]) -> str:
     return flags_in(flags).get("--optim") or DEFAULT
 
@@ -289,7 +286,7 @@ def _reason_to_skip(run: Run, gpus: int, rehearsal: bool) -> str | None:
         return problem
     if problem := optimizer_problem(_optimizer(run.flags), run.strategy):
         return problem
-    if rehearsal and run.precision == "fp16" and run.strategy.reads_deepspeed_json:
+    if rehearsal and run.precision == "fp16" and backend_of(run.strategy).reads_json:
         return "DeepSpeed has no fp16 on a CPU; use --precision bf16, or GPUs"
     if not rehearsal and run.num_processes > gpus:
         return (
@@ -297,31 +294,6 @@ def _reason_to_skip(run: Run, gpus: int, rehearsal: bool) -> str | None:
             "CUDA_VISIBLE_DEVICES= in front of toolkit compare to rehearse all runs on the CPU"
         )
     return None
-
-
-def processes_for(strategy: Strategy, usual: int) -> int:
-    """Return the number of processes of a strategy; `usual` is the number of the others.
-
-    Raises:
-        UsageError: the processes cannot be divided into the strategy's groups.
-    """
-    if not strategy.is_distributed:
-        return 1
-    if not _makes_groups(strategy):
-        return usual
-    pipeline = strategy.tensor * (strategy.pipeline or 0)
-    if pipeline and usual % pipeline == 0:
-        return usual
-    # A group of one rank would not shard.
-    processes = max(usual, strategy.replicas * max(2, strategy.tensor), 2 * pipeline)
-    unit = pipeline or strategy.replicas
-    if processes % unit:
-        groups = f"pipelines of {unit} ranks" if pipeline else f"{unit} groups of equal size"
-        raise UsageError(
-            f"{strategy.name} has {groups}, which {processes} processes do not make. Choose "
-            f"--num_processes {processes + unit - processes % unit}, or leave it out."
-        )
-    return processes
 
 
 def check_batch(batch: int, accumulation: int, counts: Sequence[int]) -> None:

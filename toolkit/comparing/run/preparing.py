@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from toolkit.comparing.report.terminal import print_line
 from toolkit.comparing.run.plan import ComparisonPlan
 from toolkit.launching.launch import launch_environment
-from toolkit.launching.preparing import prepare_launch
+from toolkit.launching.preflight import prepare_launch
+from toolkit.tables.terminal import print_line
 
 if TYPE_CHECKING:
     from rich.console import Console

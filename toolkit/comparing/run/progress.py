@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from toolkit.comparing.report.runs_table import MEASURED, cells
-from toolkit.comparing.report.terminal import SHORT, print_line
 from toolkit.comparing.run.options import CompareOptions, flag_names
 from toolkit.comparing.run.plan import ComparisonPlan, Run
 from toolkit.environment import cache_root
@@ -18,6 +17,7 @@ from toolkit.escaping import plain
 from toolkit.launching.forking import COLD
 from toolkit.launching.step_lines import bar
 from toolkit.records.results import Control, Row
+from toolkit.tables.terminal import SHORT, print_line
 
 if TYPE_CHECKING:
     from rich.console import Console, Group

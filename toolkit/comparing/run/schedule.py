@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from toolkit import environment
-from toolkit.comparing.report.remake import write_reports
-from toolkit.comparing.report.terminal import print_line
-from toolkit.comparing.report.write import print_report
+from toolkit.comparing.report.write import print_report, write_reports
 from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.folders import (
     FailedStart,
@@ -38,9 +36,10 @@ from toolkit.comparing.run.starting import once_more_cold, start_run
 from toolkit.errors import file_sentence
 from toolkit.launching.forking import warm_launches
 from toolkit.launching.launch import signals_as_exit
-from toolkit.launching.preparing import PrepareError
+from toolkit.launching.preflight import PrepareError
 from toolkit.records.results import RESULTS_FILE, Results
 from toolkit.redaction import learn, redacted
+from toolkit.tables.terminal import print_line
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
+from toolkit.backends.deepspeed_json import AUTO
 from toolkit.configs.check.documents import Keys
 from toolkit.configs.check.libraries import deepspeed_library
-from toolkit.configs.deepspeed import AUTO
 from toolkit.configs.deepspeed_keys import mistakes_by_key, nearest, unknown_key
 from toolkit.errors import sentence_of
 

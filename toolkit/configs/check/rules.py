@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from toolkit import environment
+from toolkit.backends.deepspeed_json import AUTO
 from toolkit.configs.check.deepspeed_file import BATCH, all_mistakes
 from toolkit.configs.check.documents import Document, Keys, dotted, keys_of, table
 from toolkit.configs.check.finding import Finding, Severity
@@ -20,7 +21,6 @@ from toolkit.configs.check.flags import OFF, training_argument_types
 from toolkit.configs.check.libraries import accelerate_library, deepspeed_library
 from toolkit.configs.check.setup import Setup
 from toolkit.configs.check.sources import version_of
-from toolkit.configs.deepspeed import AUTO
 from toolkit.configs.deepspeed_keys import IN_SECTIONS, nearest
 from toolkit.configs.requested import check_left_over
 from toolkit.errors import UsageError

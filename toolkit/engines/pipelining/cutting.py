@@ -214,6 +214,7 @@ def cut_model(
     Raises:
         UsageError: the model has parameters that no stage can hold.
     """
+    # Before anything is cut: names of tied weights are those of the whole model.
     whole = _whole_names(model)
     modules = {name: model.get_submodule(name) for name in _places(observed)}
     places = [_places_of(observed, layers, stage) for stage in range(len(layers))]
@@ -260,6 +261,7 @@ def _forward_of(model: Any, mailbox: Mailbox) -> Callable[..., Any]:
         stage = mailbox.stage
         if stage is None:
             return mailbox.through_all(*args, **kwargs)
+        # The model's own forward has the head and the loss; the decoder alone takes no labels.
         if stage.last:
             return original(*args, **kwargs)
         return model.base_model(**{n: value for n, value in kwargs.items() if n not in LOSS_ONLY})

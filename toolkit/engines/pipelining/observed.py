@@ -71,12 +71,7 @@ def observe(model: Any, *, autocast: Autocast = nullcontext) -> Observed:
     devices = [device] if device.type == "cuda" else []
     model.eval()
     try:
-        with (
-            watch.hooks(),
-            torch.no_grad(),
-            torch.random.fork_rng(devices=devices),
-            autocast(),
-        ):
+        with watch.hooks(), torch.no_grad(), torch.random.fork_rng(devices=devices), autocast():
             model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), use_cache=False)
     finally:
         for module, mode in modes:

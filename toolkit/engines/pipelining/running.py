@@ -4,34 +4,41 @@ The gradients of tied weights are added up over the ranks that hold a copy, so t
 with the whole gradient and both stay equal. Those of several pipelines side by side, each with rows
 of its own, are averaged once, after the last backward of a step. The norm for clipping counts every
 weight once.
+
+The stages are torch's (`RaggedStage`): they record their work, and receive micro-batches of any
+length. A stage of torch 2.15 receives every micro-batch of every step into buffers of one shape.
+Ragged rows would have to be padded to the longest of all steps, or the stages made anew for each
+step. Here a buffer is made for each micro-batch when it is received: all ranks read the same rows,
+so the receiver knows their shape, and nothing is padded, sent or computed in vain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, schedules
 from transformers.modeling_outputs import CausalLMOutput
 
-from toolkit.engines.pipelining.cutting import STAND_INS, Batch, Cut, Window, cut_model
+from toolkit.backends.schedules import (
+    Schedule,
+    Slots,
+    Work,
+    WorkKind,
+    counted_slots,
+    refused_micro_batches,
+)
+from toolkit.backends.stages import Balance, costs_of, cut
+from toolkit.engines.pipelining.cutting import STAND_INS, Batch, Cut, StageModule, Window, cut_model
 from toolkit.engines.pipelining.observed import Autocast, observe
-from toolkit.engines.pipelining.torch_stages import RaggedStage, torch_schedule
 from toolkit.engines.tensor_parallel import keep_parts, split
 from toolkit.engines.tensors import copies_of, local, sum_of_squares
 from toolkit.errors import UsageError
 from toolkit.planning.models.architectures import shape_from_config
-from toolkit.planning.schedules import (
-    Schedule,
-    Slots,
-    Work,
-    counted_slots,
-    refused_micro_batches,
-)
-from toolkit.planning.stages import Balance, costs_of, cut
 
 MESH: Final[tuple[str, ...]] = ("pipeline", "data", "tensor")
 """Dimensions of a mesh, the outermost first: the ranks of a tensor group are neighbours, and
@@ -167,6 +174,7 @@ class Pipeline:
             module.window = Window(batches, items)
         self._first = first
         count = len(batches)
+        # A schedule of torch is made for one number of micro-batches.
         if count not in self._schedules:
             self._schedules[count] = self._torch_schedule(count)
         losses: list[torch.Tensor] = []
@@ -194,8 +202,9 @@ class Pipeline:
             )
             for stage, module in self.cut.stages.items()
         ]
-        readers = self.size("data")
-        return torch_schedule(self.schedule, stages, micro_batches=micro_batches, readers=readers)
+        return torch_schedule(
+            self.schedule, stages, micro_batches=micro_batches, data_parallel_size=self.size("data")
+        )
 
     def _worked(self, work: Work) -> None:
         self.work.append(work._replace(micro_batch=self._first + work.micro_batch))
@@ -300,3 +309,113 @@ class Pipeline:
     def slots(self) -> Slots:
         """Count the slots of the last step, from the work that each rank recorded."""
         return counted_slots(self.orders(), stages=len(self.rank_of))
+
+
+class RaggedStage(PipelineStage):
+    """A stage that receives hidden states in the shape of their micro-batch."""
+
+    def __init__(
+        self,
+        module: StageModule,
+        stage: int,
+        *,
+        stages: int,
+        hidden: tuple[int, torch.dtype],
+        device: torch.device,
+        group: Any,
+        worked: Callable[[Work], None],
+    ) -> None:
+        self._width, self._dtype = hidden
+        # Examples, of which torch keeps the dtype alone: the shapes are those of each micro-batch.
+        example = torch.empty(1, 1, self._width, dtype=self._dtype, requires_grad=True)
+        last = stage == stages - 1
+        super().__init__(
+            module,
+            stage,
+            stages,
+            device,
+            input_args=() if stage == 0 else example,
+            output_args=torch.empty((), requires_grad=True) if last else example,
+            group=group,
+        )
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares each tensor with the example.
+        self._runtime_validate = False
+        self._module = module
+        self._worked = worked
+
+    def _buffer(self, number: int) -> torch.Tensor:
+        rows, length = self._module.window.rows(number)
+        return torch.empty(rows, length, self._width, dtype=self._dtype, device=self.device)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        for info in self.args_recv_info[fwd_chunk_id]:
+            if not info.is_root_arg:
+                info.buffer = self._buffer(fwd_chunk_id)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        if self.has_backward and not self.is_last:
+            for info in self.grad_recv_info[bwd_chunk_id]:
+                info.buffer = self._buffer(bwd_chunk_id)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        # Autograd keeps the received states as long as it needs them.
+        for info in self.args_recv_info[fwd_chunk_id]:
+            info.buffer = None
+        self._record("forward", fwd_chunk_id)
+        return output
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if not self.is_last:
+            for info in self.grad_recv_info[bwd_chunk_id]:
+                info.buffer = None
+        self._record("backward" if full_backward else "backward_input", bwd_chunk_id)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self._record("backward_weight", bwd_chunk_id)
+
+    def _record(self, kind: WorkKind, number: int) -> None:
+        self._worked(Work(kind, self.stage_index, number))
+
+
+def torch_schedule(
+    schedule: Schedule,
+    stages: list[RaggedStage],
+    *,
+    micro_batches: int,
+    data_parallel_size: int = 1,
+) -> Any:
+    """Return torch's schedule of a step's micro-batches over the stages of this rank.
+
+    The loss is already the share of the whole step: over micro-batches gradients are added up, and
+    never divided. Over pipelines with rows of their own they will be averaged.
+    """
+
+    def own_loss(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return output * data_parallel_size if data_parallel_size > 1 else output
+
+    options: dict[str, Any] = {"loss_fn": own_loss, "scale_grads": False}
+    match schedule.name:
+        case "gpipe":
+            return ScheduleGPipe(stages[0], micro_batches, **options)
+        case "1f1b":
+            # torch's 1F1B wants a micro-batch for each stage. With fewer, GPipe idles as long.
+            if micro_batches < stages[0].num_stages:
+                return ScheduleGPipe(stages[0], micro_batches, **options)
+            return schedules.Schedule1F1B(stages[0], micro_batches, **options)
+        case "interleaved":
+            return schedules.ScheduleInterleaved1F1B([*stages], micro_batches, **options)
+        case "zero_bubble":
+            return schedules.ScheduleZBVZeroBubble([*stages], micro_batches, **options)
+        case "one_at_a_time":
+            return ScheduleGPipe(stages[0], 1, **options)

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from toolkit.jobs.shape import ModelShape
+from toolkit.jobs.terms import BACK, FIRST, RUNNING, Interval, Term, product
+from toolkit.jobs.weights import COMPUTE_SIZE, weights_of
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.autograd_memory import FP32, Regime, Value
 from toolkit.planning.memory.counted import counted_bytes
@@ -17,12 +20,6 @@ from toolkit.planning.memory.layers import (
     layer_bytes,
     regime_of,
 )
-from toolkit.planning.memory.transient_buffers import FIRST, RUNNING
-from toolkit.planning.memory.weights import COMPUTE_SIZE, weights_of
-from toolkit.planning.models.shape import ModelShape
-from toolkit.planning.terms import Interval, Phase, Term, product
-
-BACK: tuple[Phase, ...] = ("backward",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,9 +56,7 @@ def activations_of(job: PlannedJob) -> Activations:
     # A mask lets a kernel do what torch's own mathematics would.
     fused = _activations(job, fused=True) if keeps_scores(job) else plain
     return replace(
-        plain,
-        masked=fused.saved + _masked(job) - plain.saved,
-        at_work_masked=fused.at_work,
+        plain, masked=fused.saved + _masked(job) - plain.saved, at_work_masked=fused.at_work
     )
 
 

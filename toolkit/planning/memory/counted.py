@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import lru_cache
 
 from toolkit.errors import UsageError
+from toolkit.jobs.options import LoraTargets
+from toolkit.jobs.shape import ModelShape, TokenBytes
+from toolkit.jobs.weights import adapted_tensors
 from toolkit.planning.memory.autograd_memory import Regime
-from toolkit.planning.memory.weights import adapted_tensors
-from toolkit.planning.models.shape import ModelShape, TokenBytes
-from toolkit.planning.options import LoraTargets
 
 RANK = 16
-"""Rank of the adapters that are counted (measuring/skeleton_layers.py)."""
+"""Rank of the adapters that are counted (measuring/meta_model_layers.py)."""
 
 
 @lru_cache(maxsize=1024)

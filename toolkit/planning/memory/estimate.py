@@ -1,13 +1,34 @@
-"""Memory that a job needs: all its terms, and their peak."""
+"""Memory that a job needs: all its terms, their peak, and what torch's allocator reserves.
+
+States are allocated once, and leave no gaps. Activations, logits and temporaries are freed and
+allocated again in other sizes, so freed blocks don't all serve later requests. Blocks that a second
+CUDA stream has used, for communication, serve no request of the first stream.
+
+`measuring/memory.py` counts the bytes of states in a run; a test compares the two under every
+strategy.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
+from toolkit.backends.schedules import schedule_of
+from toolkit.jobs import optimizers
+from toolkit.jobs.terms import (
+    PHASES,
+    RUNNING,
+    Category,
+    Interval,
+    Phase,
+    StateBytes,
+    Term,
+    sums_by_phase,
+)
+from toolkit.jobs.weights import weights_of
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.memory import optimizers
 from toolkit.planning.memory.activations import (
     Activations,
     activation_terms,
@@ -15,22 +36,38 @@ from toolkit.planning.memory.activations import (
     cast_weights,
     dequantised_term,
 )
-from toolkit.planning.memory.allocator import Pools, pools_of
-from toolkit.planning.memory.states import StateBytes, host_terms, most_loaded, persistent_bytes
-from toolkit.planning.memory.transient_buffers import (
-    FIRST,
-    RUNNING,
-    buffer_terms,
-    step_terms,
-    trained_units,
-)
-from toolkit.planning.memory.weights import COMPUTE_SIZE, trained_size, weights_of
-from toolkit.planning.memory.zero_settings import zero_settings
-from toolkit.planning.rows import exchanged_width
-from toolkit.planning.schedules import schedule_of
-from toolkit.planning.split import different_parts, part_of_rank
-from toolkit.planning.terms import PHASES, Category, Interval, Phase, Term, sums_by_phase
-from toolkit.strategies import DTYPE_BYTES
+
+
+def state_bytes(job: PlannedJob, rank: int = 0) -> StateBytes:
+    """Return the model states that `rank` holds.
+
+    Raises:
+        UsageError: the job's precision and weights don't go together.
+    """
+    return job.backend.states(job, rank)
+
+
+def most_loaded(job: PlannedJob) -> StateBytes:
+    """Return the states of the fullest rank."""
+    return job.backend.fullest_states(job)
+
+
+def host_terms(job: PlannedJob, states: StateBytes) -> Iterator[Term]:
+    """Yield the terms of a node's RAM and disk for all of its ranks; none without offload."""
+    if not (job.backend.steps_on_cpu or optimizers.is_paged(job.optimizer)):
+        return
+    ranks = job.backend.ranks_with_states(job)
+    for name, needed, place in job.backend.off_gpu(job, states):
+        if needed.high:
+            yield Term(
+                category="parameters" if place == "nvme" else "optimizer",
+                name=name,
+                bytes=needed.times(ranks),
+                formula="ranks of a node * bytes of a rank",
+                inputs={"ranks of a node": ranks, "bytes of a rank": needed.low},
+                place=place,
+            )
+
 
 MIB = 1 << 20
 
@@ -106,18 +143,15 @@ def estimate_memory(job: PlannedJob) -> MemoryEstimate:
     Raises:
         UsageError: the job's precision and weights don't go together.
     """
-    if job.strategy.schedule is not None:
-        of_ranks = [_estimate(part, asked=job) for part in different_parts(job)]
-        return max(of_ranks, key=lambda estimate: estimate.worst)
-    return _estimate(part_of_rank(job), asked=job)
+    of_ranks = [_estimate(part, asked=job) for part in job.backend.different_parts(job)]
+    return max(of_ranks, key=lambda estimate: estimate.worst)
 
 
 def _estimate(job: PlannedJob, *, asked: PlannedJob) -> MemoryEstimate:
     states = most_loaded(job)
-    exchanged = job if asked.strategy.splits_rows else asked
     terms = [
         *_tensor_terms(job, states),
-        *_exchange_terms(asked, exchanged.micro_tokens, in_flight=job.in_flight),
+        *asked.backend.exchanges(asked, job, job.micro_tokens),
         Term(
             category="temporaries",
             name="cuBLAS workspaces",
@@ -173,10 +207,9 @@ def step_peak(job: PlannedJob, micro_batches: Sequence[tuple[int, int]]) -> Inte
     Raises:
         UsageError: as `estimate_memory` does.
     """
-    if job.strategy.schedule is not None:
-        peaks = (_step_peak(part, micro_batches, asked=job) for part in different_parts(job))
-        return max(peaks, key=lambda peak: peak.high)
-    return _step_peak(part_of_rank(job), micro_batches, asked=job)
+    parts = job.backend.different_parts(job)
+    peaks = (_step_peak(part, micro_batches, asked=job) for part in parts)
+    return max(peaks, key=lambda peak: peak.high)
 
 
 def _step_peak(
@@ -193,7 +226,7 @@ def _step_peak(
         )
         states = most_loaded(of_micro_batch)
         terms = _tensor_terms(of_micro_batch, states.in_one_place() if job.on_cpu else states)
-        terms += _exchange_terms(asked, rows * tokens, in_flight=of_micro_batch.in_flight)
+        terms += asked.backend.exchanges(asked, of_micro_batch, rows * tokens)
         for needed in sums_by_phase(terms).values():
             low, high = max(low, needed.low), max(high, needed.high)
     return Interval(low, high)
@@ -215,95 +248,22 @@ def _in_flight(
 
 def _tensor_terms(job: PlannedJob, states: StateBytes) -> list[Term]:
     parts = activations_of(job)
-    ends_full = _ends_full(job, states, parts)
+    tied = job.backend.tied_bytes(job, parts.last)
+    ends_full = _ends_full(job, states, parts, tied=tied)
     return [
-        *_state_terms(job, states, ends_full=ends_full, tied=_tied_bytes(job, parts)),
+        *_state_terms(job, states, ends_full=ends_full, tied=tied),
         *activation_terms(job, parts, ends_full=ends_full),
         *dequantised_term(job),
-        *buffer_terms(job),
-        *step_terms(job),
+        *job.backend.buffers(job),
+        *job.backend.step(job),
     ]
-
-
-def _exchange_terms(job: PlannedJob, tokens: int, *, in_flight: float) -> Iterator[Term]:
-    """Yield what a rank holds to exchange activations with others that share its rows or layers.
-
-    `tokens` are those of whole rows, or of the rank's pieces where rows are split.
-    """
-    if job.strategy.splits_rows:
-        yield from _swap_terms(job, tokens)
-    if job.strategy.schedule is not None:
-        size = DTYPE_BYTES[job.dtype]
-        yield Term(
-            category="temporaries",
-            name="hidden states that a stage handed on, and the gradient of one",
-            bytes=Interval(0, (in_flight + 1) * tokens * job.model.hidden_size * size),
-            formula="(micro-batches in flight + 1) * tokens * hidden * size",
-            phases=RUNNING,
-        )
-    if job.strategy.tensor > 1:
-        yield Term(
-            category="temporaries",
-            name="a copy that a tensor group adds up",
-            bytes=Interval(0, tokens * job.model.hidden_size * 4),
-            formula="tokens * hidden * 4",
-            phases=RUNNING,
-        )
-
-
-def _swap_terms(job: PlannedJob, tokens: int) -> Iterator[Term]:
-    """Yield what a rank holds beside its own activations where ranks share rows.
-
-    The results of attention, once for its backward and once more for the product behind it. Under
-    Ulysses (deepspeed 0.19.8, ulysses_sp.py) copies, as queries, keys and values are laid out to be
-    sent and when they have come. Under torch's ring the keys and values of whole rows, and in fp32
-    the results and gradients that are added up.
-    """
-    model, size = job.model, COMPUTE_SIZE[job.precision]
-    results = tokens * model.heads * model.head_dim * size
-    layers = 1 if job.checkpointing == "full" else model.layers
-    yield Term(
-        category="activations",
-        name="attention's results, for its backward, of a rank's heads",
-        bytes=Interval.exactly(results * layers),
-        formula="tokens * heads * head * size * layers",
-        phases=FIRST if job.checkpointing == "none" else RUNNING,
-    )
-    if not job.strategy.reads_deepspeed_json:
-        own = tokens * exchanged_width(model) * 4
-        pieces = job.strategy.sequence_size(job.gpus)
-        rows = 2 * tokens * pieces * model.kv_heads * model.head_dim * size
-        yield Term(
-            category="temporaries",
-            name="keys and values of whole rows, and what a ring adds up",
-            bytes=Interval(0, 2 * (own + rows)),
-            formula="up to 2 * (rows * (keys, values) * size + tokens * (queries, ...) * 4)",
-            phases=RUNNING,
-        )
-        return
-    copied = tokens * exchanged_width(model) * size
-    yield Term(
-        category="temporaries",
-        name="copies of queries, keys, values and results, as they are swapped",
-        bytes=Interval(0, 2 * copied),
-        formula="up to 2 * tokens * (queries, keys, values, results) * size",
-        phases=RUNNING,
-    )
-    if size < 4:
-        yield Term(
-            category="temporaries",
-            name="a bucket of gradients in fp32, as it is reduced",
-            bytes=Interval(0, 2 * 4 * zero_settings(job).reduce_bucket),
-            formula="up to 2 * 4 * reduce_bucket_size",
-            phases=("backward",),
-        )
 
 
 def _sum(terms: Iterable[Term]) -> Interval:
     return Interval.total(term.bytes for term in terms)
 
 
-def _ends_full(job: PlannedJob, states: StateBytes, parts: Activations) -> bool:
+def _ends_full(job: PlannedJob, states: StateBytes, parts: Activations, *, tied: int) -> bool:
     """Whether backward holds more at its end, with all gradients, than at its beginning.
 
     In between, each layer's gradients are allocated while its activations are freed.
@@ -313,57 +273,19 @@ def _ends_full(job: PlannedJob, states: StateBytes, parts: Activations) -> bool:
     first = parts.saved + max(parts.at_work, loss.tail * job.micro_tokens + handed)
     casts = cast_weights(job, loss, ends_full=False)
     first += sum(term.bytes.high for term in casts if term.phases == RUNNING)
-    grown = 0.0 if _gradients_always(job) or job.sums_up else _gradient_growth(job, states)
-    return parts.last + grown + _tied_bytes(job, parts) > first
-
-
-def _tied_bytes(job: PlannedJob, parts: Activations) -> int:
-    """Return bytes that a tied embedding needs at the end of backward beside its own gradient.
-
-    The head's gradient waits for the lookup's, computed after the last layer's activations are
-    freed. Autograd adds one into the other, except where the head's is a product in the weights'
-    dtype, passed as a transposed view: then the sum is a third tensor. If a gradient is held from
-    an earlier micro-batch, the head's gradient waits beside it.
-    """
-    plain = job.strategy.sharding == "whole" and job.trains_head
-    if not plain or not job.model.tied:
-        return 0
-    head_gradient = job.model.vocab_size * job.model.hidden_size * trained_size(job)
-    fp32 = job.dtype == "float32" and not job.bf16_weights
-    raised = fp32 and (job.precision != "no" or job.chunked_loss)
-    waiting = head_gradient if _gradients_always(job) else 0
-    return waiting + max(0, (1 if raised else 2) * head_gradient - round(parts.last))
-
-
-def _gradients_always(job: PlannedJob) -> bool:
-    """Whether the rank also holds its gradients during forward."""
-    added_to = job.sums_up or job.zeroes_gradients
-    match job.strategy.sharding:
-        case "whole":
-            return job.gradients_in_buckets or added_to
-        case "flat" if job.strategy.offloads:
-            return True  # in fp32 on the host, where the optimizer steps
-        case "flat":
-            # ZeRO-1 allocates its part of the gradients when they are reduced.
-            return added_to and not job.strategy.shards_at_the_step
-        case "tensors":
-            return True
-        case "rows":
-            return job.sums_reduced
-
-
-def _gradient_growth(job: PlannedJob, states: StateBytes) -> float:
-    grown = float(states.gradients.gpu)
-    if job.strategy.shards_at_the_step or (job.strategy.sharding == "rows" and not job.reduces):
-        grown += weights_of(job).trained.elements * trained_size(job)
-    return grown
+    grown = 0.0
+    if not (job.backend.holds_gradients(job) or job.sums_up):
+        grown += states.gradients.gpu
+        if job.backend.ends_unreduced(job):
+            grown += weights_of(job).trained.elements * job.backend.weight_size(job)
+    return parts.last + grown + tied > first
 
 
 def _state_terms(
     job: PlannedJob, states: StateBytes, *, ends_full: bool, tied: int
 ) -> Iterator[Term]:
-    weights, size = weights_of(job), trained_size(job)
-    shards = job.shards if job.strategy.shards_parameters else 1
+    weights, size = weights_of(job), job.backend.weight_size(job)
+    shards = job.backend.parameter_shards(job)
     counted: dict[str, float | str] = {
         "trained parameters": weights.trained.elements,
         "size": size,
@@ -374,7 +296,7 @@ def _state_terms(
         size = Interval.exactly(held)
         return Term(category=category, name=name, bytes=size, formula=formula, inputs=counted)
 
-    small = persistent_bytes(job)
+    small = job.backend.kept_gathered(job)
     if small:
         yield Term(
             category="parameters",
@@ -431,7 +353,7 @@ def _gradient_terms(
         bytes=Interval.exactly(states.gradients.gpu),
         formula="size * trained parameters / shards, padded",
         inputs=inputs,
-        phases=PHASES if _gradients_always(job) else at_end,
+        phases=PHASES if job.backend.holds_gradients(job) else at_end,
     )
     if ends_full and tied:
         yield replace(
@@ -443,61 +365,13 @@ def _gradient_terms(
         )
     if states.gradients.gpu:
         yield gradients
-    if job.strategy.sharding == "whole" and job.trains_head:
-        yield from _new_gradients(job, gradients, ends_full=ends_full)
-    at_step = job.strategy.shards_at_the_step
-    if at_step and (job.sums_up or ends_full):
-        yield replace(
-            gradients,
-            name="whole gradients, until they are reduced",
-            bytes=Interval.exactly(weights_of(job).trained.elements * trained_size(job)),
-            formula="size * trained parameters",
-            phases=RUNNING if job.sums_up else ("backward",),
-        )
-    in_flat_buffer = job.strategy.sharding == "flat" and not (at_step or job.strategy.offloads)
-    if in_flat_buffer and (job.sums_up or not ends_full):
-        # From the first gradient on, the rank's part has a buffer that holds these.
-        new = Interval(0, states.gradients.gpu)
-        yield replace(
-            gradients, name="gradients of one micro-batch", bytes=new, phases=("backward",)
-        )
-
-
-def _new_gradients(job: PlannedJob, gradients: Term, *, ends_full: bool) -> Iterator[Term]:
-    """Yield new gradients that are not yet added to the gradients already held."""
-    size, added = trained_size(job), _gradients_always(job)
-    phases: list[Phase] = []
-    # A chunked loss has gathered the head's in fp32 already.
-    if not (job.chunked_loss and size == 4):
-        phases.append("head")
-    if not (added or ends_full):
-        phases.append("backward")
-    head = job.model.vocab_size * job.model.hidden_size * size
-    yield replace(
-        gradients,
-        name="gradient of the head, the first to come",
-        bytes=Interval.exactly(min(head, gradients.bytes.high)),
-        formula="size * vocabulary * hidden",
-        phases=tuple(phases),
-    )
-    if added and not ends_full:
-        widest = trained_units(job).widest * size
-        yield replace(
-            gradients,
-            name="gradient of a layer's weight, until it is added",
-            # A layer may need the most at another moment; a plan should not underestimate.
-            bytes=Interval(widest if job.micro_batch is None else 0, widest),
-            formula="size * largest weight of a layer",
-            phases=("backward",),
-        )
+    yield from job.backend.new_gradients(job, gradients, ends_full=ends_full)
 
 
 def _outside_terms(job: PlannedJob) -> Iterator[Term]:
     yield Term(category="context", name="CUDA context", bytes=CONTEXT, formula="measured elsewhere")
     if job.gpus > 1:
-        several = job.strategy.replicas > 1 or 1 < job.strategy.tensor < job.gpus
-        several |= job.strategy.splits_rows
-        groups = 2 if several else 1
+        groups = job.backend.communicators(job)
         yield Term(
             category="context",
             name="NCCL",
@@ -510,11 +384,119 @@ def _outside_terms(job: PlannedJob) -> Iterator[Term]:
 def _at_rest(job: PlannedJob, states: StateBytes, terms: Iterable[Term]) -> Interval:
     """Return the bytes of states without gradients, and of the lasting terms."""
     resident = states.parameters.gpu + states.master.gpu + states.optimizer.gpu
-    kept_gradients = job.strategy.sharding == "tensors" or job.gradients_in_buckets
-    if kept_gradients or job.zeroes_gradients:
+    if job.backend.keeps_gradients(job) or job.zeroes_gradients:
         resident += states.gradients.gpu
     return Interval.exactly(resident) + _sum(
         t
         for t in terms
         if t.place == "gpu" and (t.lasting or (t.category == "buckets" and t.phases == PHASES))
     )
+
+
+STAYING = Interval(1.0, 1.02)
+"""Factor on what stays: a request of over 10 MiB is rounded up to 2 MiB
+(CUDACachingAllocator.cpp)."""
+
+Kind = Literal["plain", "checkpointed", "logits"]
+"""How a job's tensors come and go: without checkpointing; with it; or with every layer of a full
+fine-tune checkpointed, its states whole on the GPU, and little but logits that moves."""
+
+MOSTLY = 0.75
+"""Share of what moves from which logits are most of it: measured were 0.6 and 0.88."""
+
+MOVING: dict[Kind, Interval] = {
+    "plain": Interval(1.01, 1.40),
+    "checkpointed": Interval(1.10, 1.40),
+    "logits": Interval(1.12, 1.58),
+}
+"""Factor on what moves, without expandable segments. With them, nine of ten published runs reserve
+between the two ends: those of answer.ai's fsdp_qlora, torchtitan, fms-acceleration, and Hugging
+Face's guide to one GPU (benchmarks/planner_measured.py). On an H200 with torch 2.11 plain jobs
+reserved 1.02 to 1.15 of it, and one of 3B parameters 1.41; jobs with checkpointing 1.10 to 1.27,
+and where most of what moves is logits, tensors of gigabytes, 1.30 to 1.57
+(benchmarks/results/2026-11-26-gpu-kit.json). Published plain jobs, of BERT with 13 GiB or less,
+reserved 1.22 to 1.40."""
+
+EXPANDABLE: dict[Kind, Interval] = {
+    "plain": Interval(1.0, 1.12),
+    "checkpointed": Interval(1.0, 1.24),
+    "logits": Interval(1.0, 1.40),
+}
+"""The same with expandable segments, which grow page by page, so that freed blocks join up (torch,
+notes/cuda.rst). torchtitan reserves 82 GiB for 78 that are allocated by plan; torchtune's QLoRA
+went from 16.4 to 10.8 GiB (torchtune#1185), cosmos-rl from 127 to 97 GB (cosmos-rl#388). On an H200
+plain jobs reserved 1.00 to 1.10 of what moves, jobs with checkpointing 1.00 to 1.21, and where most
+of it is logits 1.29 to 1.37."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pools:
+    """The most bytes over all phases of the tensors that share blocks: no pool shrinks."""
+
+    staying: Interval
+    """Bytes that are alive in every phase."""
+
+    moving: Interval
+    """Bytes that the computing stream frees and allocates again."""
+
+    communicating: Interval
+    """Bytes that a stream of communication uses."""
+
+    kind: Kind
+
+    def reserved(self, *, expandable: bool) -> Interval:
+        """Return the bytes that the allocator reserves."""
+        factor = self._factor(expandable=expandable)
+        reserved = self.staying * STAYING + self.moving * factor + self.communicating
+        if expandable:  # pages that one stream has freed serve another one when memory is short
+            return reserved
+        # One set of blocks more, requested while the other stream still reads the first.
+        return reserved + Interval(0, self.communicating.low)
+
+    def formula(self, *, expandable: bool) -> str:
+        """Return the formula of the bytes that are reserved and not in use."""
+        factor = self._factor(expandable=expandable)
+        formula = f"{STAYING.low:g} to {STAYING.high:g} * staying"
+        formula += f" + {factor.low:g} to {factor.high:g} * moving"
+        if self.communicating.high:
+            formula += " + communicating" + ("" if expandable else ", up to its least again")
+        return f"{formula} - allocated"
+
+    def _factor(self, *, expandable: bool) -> Interval:
+        return (EXPANDABLE if expandable else MOVING)[self.kind]
+
+    @property
+    def inputs(self) -> dict[str, float | str]:
+        """The inputs of `formula`."""
+        named = {
+            "staying": self.staying,
+            "moving": self.moving,
+            "communicating": self.communicating,
+        }
+        return {name: held.middle for name, held in named.items() if held.high}
+
+
+def pools_of(job: PlannedJob, terms: Sequence[Term]) -> Pools:
+    """Return the pools of the tensors of a job that are on the GPU."""
+    on_gpu = [term for term in terms if term.place == "gpu"]
+
+    def most(pool: Sequence[Term]) -> Interval:
+        held = sums_by_phase(pool).values()
+        return Interval(max(h.low for h in held), max(h.high for h in held))
+
+    rest = [term for term in on_gpu if term.phases != PHASES]
+    moving = most([term for term in rest if not term.communicated])
+    logits = most([term for term in rest if term.category == "logits"])
+    return Pools(
+        staying=Interval.total(term.bytes for term in on_gpu if term.phases == PHASES),
+        moving=moving,
+        communicating=most([term for term in rest if term.communicated]),
+        kind=_kind(job, are_logits=logits.high > MOSTLY * moving.high),
+    )
+
+
+def _kind(job: PlannedJob, *, are_logits: bool) -> Kind:
+    if job.checkpointing == "none":
+        return "plain"
+    whole = job.method == "full" and job.backend.whole
+    return "logits" if job.checkpointing == "full" and whole and are_logits else "checkpointed"

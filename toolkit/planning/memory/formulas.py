@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from toolkit.jobs.optimizers import STEP
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.memory.optimizers import STEP
-from toolkit.planning.memory.states import most_loaded, receive_buffer_bytes, sub_groups
-from toolkit.planning.memory.weights import trained_size, weights_of
-from toolkit.planning.memory.zero_settings import zero_settings
-from toolkit.planning.split import parts_of_ranks
+from toolkit.planning.memory.estimate import most_loaded
 
 ZERO_STAGES = ("ddp", "zero1", "zero2", "zero3")
 """Stages that divide by the ranks: nothing; the optimizer; also gradients; also weights."""
@@ -57,15 +54,15 @@ def compare_with_formula(job: PlannedJob) -> FormulaComparison:
     Course figures are those of full training with Adam in the job's precision.
     """
     strategy, mixed = job.strategy, job.precision != "no"
-    if strategy.schedule is not None:
-        return _of_stages(job, mixed=mixed)
+    if parts := job.backend.parts_of_ranks(job):
+        return _of_stages(job, parts, mixed=mixed)
     shards = (strategy.shards_optimizer, strategy.shards_gradients, strategy.shards_parameters)
     stage = ZERO_STAGES[sum(shards)]
     course = zero_bytes(stage, job.model.parameters, job.shards, mixed=mixed)
-    states, buckets = most_loaded(job).total, _lasting_buckets(job)
+    states, buckets = most_loaded(job).total, job.backend.lasting_buckets(job)
     implementation = states.in_memory + states.nvme + buckets
     differences = _by_part(job, stage, mixed=mixed)
-    differences["the optimizer's step counters"] = _step_counters(job)
+    differences["the optimizer's step counters"] = STEP * job.backend.stepped_tensors(job)
     differences["buckets that are always there"] = buckets
     rest = implementation - course - sum(differences.values())
     if abs(rest) >= 1:
@@ -79,10 +76,9 @@ def compare_with_formula(job: PlannedJob) -> FormulaComparison:
     )
 
 
-def _of_stages(job: PlannedJob, *, mixed: bool) -> FormulaComparison:
+def _of_stages(job: PlannedJob, parts: list[PlannedJob], *, mixed: bool) -> FormulaComparison:
     """Return the comparison for the fullest rank of a pipeline, which holds some of the layers."""
-    parts = [compare_with_formula(part) for part in parts_of_ranks(job)]
-    fullest = max(parts, key=lambda part: part.implementation)
+    fullest = max(map(compare_with_formula, parts), key=lambda part: part.implementation)
     course = zero_bytes(ZERO_STAGES[0], job.model.parameters, 1, mixed=mixed)
     elsewhere = {"layers that other ranks hold": fullest.course - course}
     return replace(fullest, course=course, differences=elsewhere | fullest.differences)
@@ -90,55 +86,24 @@ def _of_stages(job: PlannedJob, *, mixed: bool) -> FormulaComparison:
 
 def _by_part(job: PlannedJob, stage: str, *, mixed: bool) -> dict[str, float]:
     """Return the bytes of each part, in whole elements, less those of the formula."""
-    strategy, size, parameters = job.strategy, trained_size(job), job.model.parameters
+    backend, parameters = job.backend, job.model.parameters
+    size = backend.weight_size(job)
     share = parameters / job.shards
     parts = _parts(stage, mixed=mixed)
     weight, gradient, optimizer = (part for part, _ in parts)
     held, graded, stepped = (share if divided else parameters for _, divided in parts)
     differences: dict[str, float] = {f"weights held in {size} bytes": (size - weight) * held}
-    if strategy.shards_at_the_step:
+    if backend.reduces_late:
         # At the step each rank has only its part; the whole gradient existed in backward.
         lost = -gradient * (parameters - share)
         differences["gradients of other ranks' parts, gone before the step"] = lost
         graded = share
     differences[f"gradients in {size} bytes"] = (size - gradient) * graded
     in_formula = (optimizer - 8) * stepped
-    if strategy.steps_on_masters or job.bf16_weights:
+    if backend.has_masters(job):
         differences["fp32 masters"] = 4 * share - in_formula
     else:
         differences["no fp32 masters: the weights are fp32"] = -in_formula
     if job.bf16_weights == "bfloat16":
         differences["moments in bf16"] = -4 * share
-    if strategy.sharding == "tensors" and strategy.offloads:
-        differences["a second copy of gradients, in fp32, for the CPU"] = 4 * share
-    elif strategy.offloads and strategy.steps_on_masters:
-        differences["gradients in fp32 for the CPU"] = (4 - size) * share
-    if strategy.sharding == "tensors" and job.shards > 1:
-        threshold = zero_settings(job).persistence_threshold
-        small = weights_of(job).trained.at_most(threshold, job.shards)
-        differences["small tensors that stay gathered"] = small * size
-    return differences
-
-
-def _step_counters(job: PlannedJob) -> float:
-    weights = weights_of(job)
-    if not job.strategy.steps_on_masters:
-        return STEP * len(weights.trained.sizes)
-    if job.strategy.offloads:
-        return 0.0  # DeepSpeedCPUAdam counts in Python
-    if job.strategy.sharding == "tensors":
-        return STEP * len(sub_groups(weights, job.shards, zero_settings(job).sub_group))
-    return STEP * len(weights.groups)
-
-
-def _lasting_buckets(job: PlannedJob) -> float:
-    size = trained_size(job)
-    match job.strategy.sharding:
-        case "tensors":
-            return zero_settings(job).reduce_bucket * size
-        case "whole" if job.strategy.reduces_in_buckets and not job.gradient_as_bucket_view:
-            return job.model.parameters * size
-        case "whole" if job.strategy.has_server:
-            return receive_buffer_bytes(job)
-        case "whole" | "flat" | "rows":
-            return 0.0
+    return differences | backend.beside_formula(job)

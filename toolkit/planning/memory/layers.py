@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from toolkit.jobs.options import LoraTargets
+from toolkit.jobs.shape import ModelShape
+from toolkit.jobs.weights import COMPUTE_SIZE
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.autograd_memory import FP32, Regime, Tape, Value
 from toolkit.planning.memory.counted import counted_bytes
-from toolkit.planning.memory.weights import COMPUTE_SIZE, trained_size
-from toolkit.planning.memory.zero_settings import zero_settings
-from toolkit.planning.models.shape import ModelShape
-from toolkit.planning.options import LoraTargets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,16 +45,14 @@ def regime_of(job: PlannedJob) -> Regime:
 
 
 def _regime_of(job: PlannedJob) -> Regime:
-    compute = COMPUTE_SIZE[job.precision]
-    if job.strategy.steps_on_masters or job.precision == "no":
-        autocast = job.deepspeed is not None and zero_settings(job).autocast
+    compute, backend = COMPUTE_SIZE[job.precision], job.backend
+    if backend.casts_weights or job.precision == "no":
+        autocast = backend.autocasts(job)
         return Regime(compute=compute, weight=compute, autocast=autocast, adapter=compute)
-    if job.strategy.sharding == "rows":
-        return Regime(compute=compute, weight=compute, autocast=True, adapter=compute)
     if job.stream_in_fp32:
         packed = job.method == "qlora"
         return Regime(compute=compute, weight=FP32, autocast=True, returns_input=packed)
-    weight = trained_size(job) if job.method == "full" else compute
+    weight = backend.weight_size(job) if job.method == "full" else compute
     return Regime(compute=compute, weight=weight, autocast=True)
 
 
@@ -72,7 +69,7 @@ def keeps_scores(job: PlannedJob) -> bool:
     ranks share rows, attention is another, and not measured in fp32.
     """
     model, block = job.model, job.model.block
-    if job.precision != "no" or job.attention != "flash" or job.on_cpu or job.strategy.splits_rows:
+    if job.precision != "no" or job.attention != "flash" or job.on_cpu or job.backend.splits_rows:
         return False
     if model.counted is not None and not any(key.endswith("-eager") for key in model.counted):
         return False

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from toolkit.errors import UsageError
+from toolkit.jobs.shape import ModelShape, Tensor
 from toolkit.planning.models.families import FAMILIES
 from toolkit.planning.models.family import ALWAYS, Family, ModelParts
 from toolkit.planning.models.reading import MOST, ConfigReader, shown
-from toolkit.planning.models.shape import ModelShape, Tensor
 
 
 class UnknownArchitectureError(UsageError):

@@ -19,13 +19,13 @@ from typing import Any, cast
 from toolkit.environment import cache_root
 from toolkit.errors import UsageError
 from toolkit.files import write_text
+from toolkit.jobs.shape import ATTENTION, Block, ModelShape, Tensor, TokenBytes
 from toolkit.launching.python import package_folder, python_environment
 from toolkit.launching.supervised import supervised
 from toolkit.planning.models.reading import shown
-from toolkit.planning.models.shape import ATTENTION, Block, ModelShape, Tensor, TokenBytes
 
-WORKER = "toolkit.measuring.skeleton"
-SOURCES = ("skeleton.py", "skeleton_facts.py", "skeleton_layers.py", "meta_gpu.py")
+WORKER = "toolkit.measuring.meta_model"
+SOURCES = ("meta_model.py", "meta_model_layers.py", "meta_counting.py")
 
 SECONDS = 180.0
 """Time for the child; usual models take 5 to 15 seconds on a laptop."""

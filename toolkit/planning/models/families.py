@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from toolkit.jobs.shape import Block
 from toolkit.planning.models.family import (
     ALWAYS,
     KEYS,
@@ -26,7 +27,6 @@ from toolkit.planning.models.family import (
     plain_mlp,
     router,
 )
-from toolkit.planning.models.shape import Block
 
 _PRE_NORMS = norms("input_layernorm", "post_attention_layernorm")
 _FEEDFORWARD_NORMS = norms("pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -112,21 +112,13 @@ _GEMMA_2 = replace(
 
 
 _GPT_BLOCK = Block(
-    norm="layer",
-    activation="gelu_new",
-    qkv="fused",
-    gate_up="none",
-    rotary="none",
-    softmax="plain",
+    norm="layer", activation="gelu_new", qkv="fused", gate_up="none", rotary="none", softmax="plain"
 )
 _GPT_2 = Family(
     architecture="GPT2LMHeadModel",
     defaults=defaults(50257, 768, None, 12, 12, 1024, keys=_GPT_KEYS, tied=True)
     | {"attn_pdrop": 0.1, "resid_pdrop": 0.1},
-    before=(
-        *embedding("wte"),
-        ModelPart("wpe.weight", ("position_rows", "hidden"), "positions"),
-    ),
+    before=(*embedding("wte"), ModelPart("wpe.weight", ("position_rows", "hidden"), "positions")),
     layer=(
         *norms("ln_1", bias=True),
         *conv1d("attn.c_attn", "queries_keys_values", "hidden"),
@@ -333,10 +325,7 @@ FAMILIES: Mapping[str, Family] = {
     "bloom": Family(
         architecture="BloomForCausalLM",
         defaults=defaults(250880, 64, None, 2, 8, None, keys=_BLOOM_KEYS, tied=True),
-        before=(
-            *embedding("word_embeddings"),
-            *norms("word_embeddings_layernorm", bias=True),
-        ),
+        before=(*embedding("word_embeddings"), *norms("word_embeddings_layernorm", bias=True)),
         layer=(
             *norms("input_layernorm", bias=True),
             *fused_attention("self_attention", bias=ALWAYS),

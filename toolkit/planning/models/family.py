@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from toolkit.planning.models.shape import Block, TensorKind
+from toolkit.jobs.shape import Block, TensorKind
 
 Default = int | float | bool | None
 

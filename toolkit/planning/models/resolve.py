@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UsageError
+from toolkit.jobs.shape import ModelShape
 from toolkit.planning.models.architectures import UnknownArchitectureError, shape_from_config
 from toolkit.planning.models.reading import shown
-from toolkit.planning.models.shape import ModelShape
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _LONGEST_NAME = 200

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 from html import escape
 
-from toolkit.planning.plan import Plan, PlanRow
+from toolkit.planning.plan import Plan
 from toolkit.planning.recommend import Option, Recommendation
-from toolkit.planning.render.plans import figures_of, span
+from toolkit.planning.render.plans import meanings_of, plan_section, span, verdict_sentence
 from toolkit.planning.render.recommendations import (
     describe_job,
     learning_rate_sentence,
     option_lines,
     pace,
 )
-from toolkit.planning.terms import GIB
-
-HEADERS = (
-    "strategy",
-    "GPUs",
-    "allocated, GiB",
-    "expected, GiB",
-    "worst, GiB",
-    "verdict",
-    "margin, GiB",
-    "s a step",
-    "tokens/s",
-)
+from toolkit.tables.markdown import escaped, section_text
+from toolkit.tables.page import markdown_html
 
 
 def as_html(answer: Plan | Recommendation) -> str:
@@ -34,31 +23,19 @@ def as_html(answer: Plan | Recommendation) -> str:
 
 
 def _plan(plan: Plan) -> str:
-    head = "".join(f"<th>{escape(header)}</th>" for header in HEADERS)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(row)) + "</tr>"
-        for row in plan.rows
-    )
-    notes = "".join(f"<p>{escape(note)}</p>" for note in (*plan.all_notes, *plan.left_out.values()))
-    title = escape(f"{plan.model.name}: {plan.model.parameters:,} parameters")
-    on = "" if plan.gpu is None else escape(f" on {plan.gpu.name}")
-    return (
-        f"<table><caption>{title}{on}</caption><thead><tr>{head}</tr></thead>"
-        f"<tbody>{rows}</tbody></table>{notes}"
-    )
-
-
-def _cells(row: PlanRow) -> tuple[str, ...]:
-    verdict, speed = row.verdict, row.speed
-    return (
-        row.strategy.name,
-        str(row.job.gpus),
-        *(f"{size / GIB:.1f}" for size in figures_of(row.memory)),
-        "no GPU named" if verdict is None else verdict.words,
-        "no GPU named" if verdict is None else f"{verdict.margin_bytes / GIB:+.1f}",
-        "no GPU named" if speed is None else span(speed.step_seconds),
-        "no GPU named" if speed is None else span(speed.tokens_per_second),
-    )
+    """Return the table of the command line, and the time of a step besides."""
+    section = plan_section(plan)
+    header, rows = [*section.header], [[*row] for row in section.rows]
+    if plan.gpu is not None:
+        header.append("s a step")
+        for cells, row in zip(rows, plan.rows, strict=True):
+            cells.append("none" if row.speed is None else span(row.speed.step_seconds))
+    notes = [meanings_of(header), *section.notes]
+    notes += [
+        f"{row.strategy.name}: {verdict_sentence(row.verdict)}" for row in plan.rows if row.verdict
+    ]
+    shown = section._replace(text=escaped(section.text), header=header, rows=rows, notes=notes)
+    return markdown_html(section_text(shown), shown)
 
 
 def _recommendation(answer: Recommendation) -> str:

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
+from toolkit.jobs.shape import ModelShape
+from toolkit.jobs.terms import Interval
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import MemoryEstimate
-from toolkit.planning.models.shape import ModelShape
-from toolkit.planning.pipelined import waiting_share
 from toolkit.planning.plan import SCHEMA, Plan, PlanRow
 from toolkit.planning.speed.estimate import PlannedSpeed
 from toolkit.planning.speed.traffic import collectives
-from toolkit.planning.terms import Interval
 from toolkit.planning.verdict import Verdict
 
 if TYPE_CHECKING:  # a plan needs none of them, and is printed sooner
@@ -57,7 +56,7 @@ def _row(row: PlanRow, plan: Plan) -> dict[str, Any]:
     return {
         "strategy": row.strategy.name,
         "mesh": row.strategy.mesh(row.job.gpus),
-        "bubble": None if row.strategy.schedule is None else waiting_share(row.job),
+        "bubble": row.job.backend.waiting_share(row.job),
         "job": _job(row.job),
         "memory": _memory(row.memory),
         "traffic": [

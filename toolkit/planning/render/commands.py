@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from toolkit.jobs.options import OPTIM_FLAGS
+from toolkit.jobs.weights import names_of_targets
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.memory.weights import names_of_targets
-from toolkit.planning.options import OPTIM_FLAGS
 from toolkit.planning.recommend import Option
 from toolkit.strategies import STRATEGIES
 
@@ -60,12 +60,7 @@ def train_command(
     if job.nodes > 1:
         words += ["--num_machines", str(job.nodes), "--machine_rank", "RANK"]
         words += ["--main_process_ip", ADDRESS, "--main_process_port", str(PORT)]
-        if job.strategy.reads_deepspeed_json:
-            words += ["--deepspeed_multinode_launcher", "standard"]
-    if job.strategy.splits_rows:
-        dimension = "sp" if job.strategy.reads_deepspeed_json else "cp"
-        size = job.strategy.sequence_size(job.gpus)
-        words += [f"--parallelism_config_{dimension}_size", str(size)]
+    words += job.backend.launch_words(job)
     words += ["-m", "toolkit.train", "--strategy", job.strategy.name]
     if "trainer" not in job.strategy.engines:
         words += ["--engine", job.strategy.engines[0]]

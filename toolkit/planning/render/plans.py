@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from toolkit.jobs.terms import CATEGORIES, GIB, Category, Interval, Phase, Term
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import MemoryEstimate
-from toolkit.planning.pipelined import waiting_share
 from toolkit.planning.plan import Plan, PlanRow
 from toolkit.planning.speed.traffic import collectives
-from toolkit.planning.terms import CATEGORIES, GIB, Category, Interval, Phase, Term
 from toolkit.planning.verdict import Verdict
+from toolkit.tables.grid import Section
+from toolkit.tables.terminal import made_table
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     from toolkit.planning.remedies import Remedy
@@ -47,41 +47,28 @@ PEAKS: dict[Phase, str] = {
     "step": "while the optimizer steps",
 }
 
-ANSWER_STYLES = {
-    "fits": "green",
-    "fits with RAM": "yellow",
-    "tight": "yellow",
-    "does not fit": "red",
-}
-
 
 def show_plan(plan: Plan, console: Console) -> None:
     """Print a plan: a table of its strategies, a bar for each, and the details of a single one."""
-    console.print(heading(plan), highlight=False, markup=False)
-    table = _table(plan)
+    section = plan_section(plan)
+    console.print(section.text, highlight=False, markup=False)
+    widths = [max(map(len, column)) for column in zip(section.header, *section.rows, strict=True)]
+    table = made_table(section, range(len(widths)), widths=widths)
     # A terminal that is too narrow wraps lines; cut numbers would say something else.
     wide = console.options.update(max_width=WIDEST)
     console_width = console.width
     console.width = max(console_width, console.measure(table, options=wide).maximum)
     console.print(table)
     console.width = console_width
-    if explained := "; ".join(
-        f"{header}: {meaning}"
-        for header, meaning in _MEANINGS.items()
-        if header in [column.header for column in table.columns]
-    ):
-        console.print(explained, highlight=False, soft_wrap=True)
+    if meanings := meanings_of(section.header):
+        console.print(meanings, highlight=False, soft_wrap=True)
     for bar in bars(plan):
         console.print(bar, no_wrap=True, highlight=False)
     console.print(_legend(plan), highlight=False)
     if len(plan.rows) == 1:
         show_row(plan, plan.rows[0], console)
-    for name, reason in plan.left_out.items():
-        console.print(f"{name} is left out: {reason}", highlight=False, markup=False)
-    for note in plan.all_notes:
-        console.print(f"note: {note}", highlight=False, markup=False)
-    if plan.gpu is None:
-        console.print("Name a GPU (--gpu L4) for verdict, speed and cost.", highlight=False)
+    for note in section.notes:
+        console.print(note, highlight=False, markup=False)
 
 
 def show_row(plan: Plan, row: PlanRow, console: Console) -> None:
@@ -105,7 +92,7 @@ def show_row(plan: Plan, row: PlanRow, console: Console) -> None:
         write("None of these makes it fit, alone or all together.")
     sent = sum(collective.wire_bytes for collective in collectives(row.job))
     if sent:
-        sender = "The server" if row.strategy.has_server else "Each GPU"
+        sender = "The server" if row.job.backend.has_server else "Each GPU"
         write(f"{sender} sends {sent / GIB:.2f} GiB a step.")
     if row.speed is None:
         return
@@ -259,38 +246,29 @@ def checkpointing_words(job: PlannedJob) -> str:
     return f", {kind}checkpointing"
 
 
-def _table(plan: Plan) -> Table:
-    from rich.table import Table  # a recommendation has no table, and starts sooner without
-
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+def plan_section(plan: Plan) -> Section:
+    """Return the table of a plan, with what its strategies share above it and notes below."""
     rows = [_cells(plan, row) for row in plan.rows]
-    for header in _HEADERS:
-        # A column that says nothing of any row takes the room of those that do.
-        if any(header in cells for cells in rows):
-            table.add_column(header, justify=_HEADERS[header], no_wrap=True)
-    shown = [str(column.header) for column in table.columns]
-    for cells in rows:
-        table.add_row(*(cells.get(header, "none") for header in shown))
-    return table
+    # A column that says nothing of any row takes the room of those that do.
+    header = [name for name in _HEADERS if any(name in cells for cells in rows)]
+    notes = [f"{name} is left out: {reason}" for name, reason in plan.left_out.items()]
+    notes += [f"note: {note}" for note in plan.all_notes]
+    if plan.gpu is None:
+        notes.append("Name a GPU (--gpu L4) for verdict, speed and cost.")
+    lines = [[cells.get(name, "none") for name in header] for cells in rows]
+    words = ("mesh", "verdict")
+    return Section(heading(plan), header, lines, notes, title=plan.model.name, words=words)
 
 
-_HEADERS: dict[str, Literal["left", "right"]] = {
-    "strategy": "left",
-    "GPUs": "right",
-    "mesh": "left",
-    "bubble": "right",
-    "allocated": "right",
-    "expected": "right",
-    "worst": "right",
-    "verdict": "left",
-    "margin": "right",
-    "rows": "right",
-    "tokens/s": "right",
-    "RAM GiB": "right",
-    "NVMe GiB": "right",
-    "hours": "right",
-    "dollars": "right",
-}
+def meanings_of(header: Sequence[str]) -> str:
+    """Explain the columns whose headings are too short; empty where there are none."""
+    return "; ".join(f"{name}: {text}" for name, text in _MEANINGS.items() if name in header)
+
+
+_HEADERS = (
+    *("strategy", "GPUs", "mesh", "bubble", "allocated", "expected", "worst", "verdict", "margin"),
+    *("rows", "tokens/s", "RAM GiB", "NVMe GiB", "hours", "dollars"),
+)
 
 _MEANINGS = {
     "mesh": "the ranks that share one model, and the groups beside them",
@@ -306,18 +284,13 @@ _MEANINGS = {
 """Explanations of columns whose headings are too short, printed below a table that has them."""
 
 
-def _cells(plan: Plan, row: PlanRow) -> dict[str, Text | str]:
-    from rich.text import Text
-
+def _cells(plan: Plan, row: PlanRow) -> dict[str, str]:
     memory, verdict, speed = row.memory, row.verdict, row.speed
-    cells: dict[str, Text | str] = {
-        "strategy": row.strategy.name,
-        "GPUs": str(row.job.gpus),
-    }
-    if any(other.strategy.splits_model for other in plan.rows):
+    cells = {"strategy": row.strategy.name, "GPUs": str(row.job.gpus)}
+    if any(other.job.backend.splits_model for other in plan.rows):
         cells["mesh"] = row.strategy.mesh(row.job.gpus)
-    if row.strategy.schedule is not None:
-        cells["bubble"] = f"{waiting_share(row.job):.0%}"
+    if (share := row.job.backend.waiting_share(row.job)) is not None:
+        cells["bubble"] = f"{share:.0%}"
     figures = (_short(size / GIB) for size in figures_of(memory))
     cells |= dict(zip(("allocated", "expected", "worst"), figures, strict=True))
     if memory.host_bytes.high:
@@ -325,7 +298,7 @@ def _cells(plan: Plan, row: PlanRow) -> dict[str, Text | str]:
     if memory.nvme_bytes.high:
         cells["NVMe GiB"] = gib_span(memory.nvme_bytes)
     if verdict is not None:
-        cells["verdict"] = Text(verdict.answer, style=ANSWER_STYLES[verdict.answer])
+        cells["verdict"] = verdict.answer
         cells["margin"] = _short(verdict.worst_margin_bytes / GIB, signed=True)
         cells["rows"] = str(row.largest_batch)
     if speed is not None:

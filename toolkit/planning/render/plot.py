@@ -8,12 +8,11 @@ from typing import Any, cast
 
 from toolkit.configs.accelerate import num_processes_problem, with_groups
 from toolkit.errors import UsageError
+from toolkit.jobs.terms import CATEGORIES, GIB, Category
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.plan import Plan, PlanRow
 from toolkit.planning.render.plans import heading
-from toolkit.planning.split import part_of_rank
-from toolkit.planning.terms import CATEGORIES, GIB, Category
 from toolkit.strategies import STRATEGIES
 
 FORMATS = (".svg", ".png")
@@ -131,7 +130,7 @@ def _jobs_by_gpus(row: PlanRow) -> Iterator[PlannedJob]:
             continue
         job = row.job.with_(strategy=strategy, gpus=count, nodes=nodes)
         try:
-            part_of_rank(job)
+            job.backend.part(job)
         except UsageError:  # a pipeline with more stages than layers
             continue
         yield job

@@ -77,7 +77,7 @@ def learning_rate_sentence(rate: LearningRate) -> str:
     )
 
 
-def write_recommendation(answer: Recommendation, folder: Path, *, force: bool = False) -> list[str]:
+def write_recommendation(answer: Recommendation, folder: Path) -> list[str]:
     """Write the files to launch the choice with, and return the command line.
 
     Raises:
@@ -96,7 +96,7 @@ def write_recommendation(answer: Recommendation, folder: Path, *, force: bool = 
         options = replace(
             options, num_machines=job.nodes, main_process_ip=ADDRESS, main_process_port=PORT
         )
-    files = write_configs(job.strategy, folder, options=options, force=force)
+    files = write_configs(job.strategy, folder, options=options)
     steps = None if cost is None else cost.steps
     return train_command(job, files.accelerate, rate=answer.learning_rate.linear, steps=steps)
 
@@ -104,7 +104,7 @@ def write_recommendation(answer: Recommendation, folder: Path, *, force: bool = 
 def describe_job(job: PlannedJob) -> str:
     """Return strategy, GPUs, method, batch, precision and levers of a job in a few words."""
     text = f"{job.strategy.name} on {job.gpus} GPU{'s' if job.gpus > 1 else ''}"
-    if job.strategy.splits_model:
+    if job.backend.splits_model:
         text += f" ({job.strategy.mesh(job.gpus)})"
     elif job.strategy.replicas > 1:
         text += f" in {job.strategy.replicas} groups"

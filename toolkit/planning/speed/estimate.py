@@ -3,6 +3,8 @@
 A roofline of each part (products at a share of the dense rate, everything else at a share of the
 memory bandwidth), launches as a floor under it, collectives by the alpha-beta model of a ring, and
 what overlaps with what. The ends of each term come from `rates`: nothing here is fitted to a run.
+
+Outside of forward and backward are collectives, the optimizer's step and the copies of offloads.
 """
 
 from __future__ import annotations
@@ -10,17 +12,177 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from toolkit.backends.base import HostTraffic
 from toolkit.errors import UsageError
+from toolkit.jobs.optimizers import moved_bytes
+from toolkit.jobs.terms import Collective, Interval
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.pipelined import waiting_share
 from toolkit.planning.speed import rates
-from toolkit.planning.speed.computing import SpeedTerm, computing, total
-from toolkit.planning.speed.flops import CONVENTION, model_flops
+from toolkit.planning.speed.computing import CONVENTION, SpeedTerm, computing, model_flops, total
 from toolkit.planning.speed.gpus import Gpu
-from toolkit.planning.speed.transfers import communicating, stepping
-from toolkit.planning.split import different_parts, part_of_rank
-from toolkit.planning.terms import Interval
-from toolkit.strategies import SHORT_DTYPES
+from toolkit.planning.speed.traffic import collectives
+from toolkit.strategies import DTYPE_BYTES, SHORT_DTYPES
+
+
+def communicating(job: PlannedJob, gpu: Gpu, network: Interval, micro: Interval) -> list[SpeedTerm]:
+    """Return the time that collectives add to a step, less the part that computing hides."""
+    overlaps = job.backend.overlaps(job)
+    terms: list[SpeedTerm] = []
+    computing = micro.times(job.accumulation)
+    for collective in collectives(job):
+        taken = collective_seconds(collective, gpu, network)
+        calls = collective.calls * collective.times
+        # Gathers go on beside everything, reductions beside backward, two thirds of a micro-batch.
+        waits = collective.purpose in ("norm", "activations")
+        if not overlaps or waits:
+            window = Interval(0, 0)
+        elif collective.kind == "all_gather":
+            window = computing
+            # What hides one gather doesn't hide the next.
+            computing = computing.less(taken)
+        else:
+            window = micro.times(2 / 3 * collective.times)
+        # The first gather and the last reduction have nothing beside them.
+        least = 1 / max(1, calls) if overlaps and window.high else 1
+        hidden = Interval(window.low * rates.OVERLAP.high, window.high * rates.OVERLAP.low)
+        terms.append(
+            SpeedTerm(
+                name=f"{collective.kind.replace('_', '-')} of {collective.purpose}",
+                seconds=Interval(
+                    max(taken.low * least, taken.low - hidden.low),
+                    max(taken.high * least, taken.high - hidden.high),
+                ),
+                formula="calls * latency + wire bytes / (bandwidth * share), less what is hidden",
+                inputs={
+                    "wire bytes": collective.link_bytes,
+                    "calls": calls,
+                    "ranks": collective.ranks,
+                    "scope": collective.scope,
+                    "seconds": taken,
+                    "hidden": hidden,
+                },
+            )
+        )
+    return terms
+
+
+def collective_seconds(collective: Collective, gpu: Gpu, network: Interval) -> Interval:
+    """Return the seconds of all calls of a step, nothing beside them: alpha-beta, on a ring."""
+    link = gpu.nvlink_bandwidth or gpu.pcie_bandwidth
+    share = rates.NVLINK_SHARE if gpu.nvlink_bandwidth else rates.PCIE_SHARE
+    moving = Interval.exactly(collective.link_bytes) / share.times(link)
+    hops = (collective.ranks - 1) * (2 if collective.kind == "all_reduce" else 1)
+    if collective.kind in ("send", "receive"):
+        hops = 1
+    hop = rates.HOP_SECONDS
+    if collective.nodes > 1:
+        hop = rates.NODE_HOP_SECONDS
+        shared = Interval.exactly(collective.link_bytes * collective.rings)
+        between = shared / (network * rates.NETWORK_SHARE)
+        moving = Interval(max(moving.low, between.low), max(moving.high, between.high))
+    calls = collective.calls * collective.times
+    return moving + (rates.LATENCY_SECONDS + Interval.exactly(hops * hop)).times(calls)
+
+
+def stepping(job: PlannedJob, gpu: Gpu, micro: Interval) -> list[SpeedTerm]:
+    """Return the terms of the optimizer's step, on the GPU or the CPU, and of its copies."""
+    elements = job.backend.stepped_share(job)
+    terms = [
+        SpeedTerm(
+            name="host work of a step",
+            seconds=rates.STEP_SECONDS,
+            formula="clipping, logging, data",
+        )
+    ]
+    moved = _optimizer_bytes(job)
+    traffic = job.backend.host_traffic(job)
+    if traffic is None:
+        one_by_one = job.optimizer == "adamw" and not job.bf16_weights
+        passes = rates.OPTIMIZER_PASSES if one_by_one else Interval.exactly(1)
+        terms.append(
+            SpeedTerm(
+                name="optimizer",
+                seconds=passes.times(moved * elements)
+                / rates.MEMORY_SHARE.times(gpu.memory_bandwidth),
+                formula="bytes a parameter * parameters * passes / (memory bandwidth * share)",
+                inputs={
+                    "bytes": moved,
+                    "parameters": elements,
+                    "passes": passes,
+                    "memory bandwidth": gpu.memory_bandwidth,
+                },
+            )
+        )
+        return terms
+    return terms + _offloading(job, traffic, gpu, micro, elements, moved)
+
+
+def _optimizer_bytes(job: PlannedJob) -> float:
+    """Bytes per parameter that one step reads and writes, gradients and clipping included."""
+    if job.bf16_weights:
+        # Gradient and weight in 16 bits, which is written alone; the master is read and written.
+        return moved_bytes(job.optimizer, DTYPE_BYTES[job.bf16_weights]) + 8 + 2 + 8
+    backend = job.backend
+    size = 4 if backend.has_masters(job) else backend.weight_size(job)
+    # The gradient is read for its norm, scaled, and read for the step; the weight read and written.
+    moved = moved_bytes(job.optimizer, size) + 6 * size
+    # DeepSpeed makes fp32 gradients of its 16-bit ones, and 16-bit weights of its fp32 masters.
+    return moved + (12 if backend.has_masters(job) and job.precision != "no" else 0)
+
+
+def _offloading(
+    job: PlannedJob, traffic: HostTraffic, gpu: Gpu, micro: Interval, elements: int, moved: float
+) -> list[SpeedTerm]:
+    per_node = job.gpus // job.nodes
+    copying = Interval.exactly(traffic.sent + traffic.received) / rates.HOST_COPY_SHARE.times(
+        gpu.pcie_bandwidth
+    )
+    hidden = micro.low * job.accumulation * rates.OVERLAP.high
+    passes = Interval.exactly(1) if traffic.is_fused else rates.UNFUSED_ON_CPU
+    host = Interval(
+        min(per_node * rates.LEAST_HOST_BANDWIDTH, rates.MOST_HOST_BANDWIDTH),
+        rates.MOST_HOST_BANDWIDTH,
+    )
+    terms = [
+        SpeedTerm(
+            name="copies to and from the host",
+            seconds=Interval(max(0, copying.low - hidden), copying.high),
+            formula="bytes / (PCIe bandwidth * share); at best beside the computing",
+            inputs={
+                "bytes to the host": traffic.sent,
+                "bytes from the host": traffic.received,
+                "PCIe bandwidth": gpu.pcie_bandwidth,
+                "share": rates.HOST_COPY_SHARE,
+            },
+        ),
+        SpeedTerm(
+            name="optimizer on the CPU",
+            seconds=passes.times(moved * elements * per_node) / host,
+            formula="bytes a parameter * parameters of a node * passes / host memory bandwidth",
+            inputs={
+                "bytes": moved,
+                "parameters of a node": elements * per_node,
+                "passes": passes,
+                "host memory bandwidth": host,
+            },
+        ),
+    ]
+    if traffic.on_disk:
+        amount = traffic.on_disk * elements * per_node
+        terms.append(
+            SpeedTerm(
+                name="reading and writing the disk",
+                seconds=Interval.exactly(amount) / rates.NVME_BANDWIDTH,
+                formula="(28 + size * (1 + 2 * micro-batches)) * parameters of a node / bandwidth",
+                inputs={
+                    "size": job.backend.weight_size(job),
+                    "parameters of a node": elements * per_node,
+                    "bandwidth": rates.NVME_BANDWIDTH,
+                },
+            )
+        )
+    return terms
+
 
 COMPILED = (
     "Compiled layers are planned by the kernels and the memory traffic that fusing saves, and keep "
@@ -90,8 +252,7 @@ def estimate_speed(
     # Where precision isn't mixed, the dtype of the weights is computed in.
     rate = gpu.flops(job.precision if job.precision != "no" else SHORT_DTYPES[job.dtype])
     # Stages wait for the slowest of them.
-    piped = job.strategy.schedule is not None
-    parts = different_parts(job) if piped else [part_of_rank(job)]
+    parts = job.backend.different_parts(job)
     of_parts = [(part, computing(part, gpu, rate)) for part in parts]
     of_rank, once = max(of_parts, key=lambda part: total(part[1]).high)
     micro = total(once)
@@ -106,8 +267,8 @@ def estimate_speed(
             )
             for term in once
         ]
-    if piped:
-        share = waiting_share(job)
+    share = job.backend.waiting_share(job)
+    if share is not None:
         terms.append(
             SpeedTerm(
                 name="waiting for the other stages",

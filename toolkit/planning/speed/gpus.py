@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from toolkit.errors import UsageError
+from toolkit.jobs.terms import Interval
 from toolkit.planning.job import GPUS_PER_NODE, MOST_GPUS_PER_NODE
-from toolkit.planning.terms import Interval
 
 MIB = 1 << 20
 TERA = 1e12

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from toolkit.planning.terms import Interval
+from toolkit.jobs.terms import Interval
 
 BEST_MATMUL = 0.87
 """Share of the dense rate that the best shape of a large bf16 product reaches, where the GPU

@@ -15,9 +15,9 @@ from transformers.trainer_utils import unwrap_peft_model
 
 from toolkit.engines.backend import backend_of
 from toolkit.engines.masters import cast_to_bf16
-from toolkit.engines.prepared import Prepared
+from toolkit.engines.wrapped import Wrapped
 from toolkit.errors import UsageError
-from toolkit.measuring.compilation import Compilation
+from toolkit.measuring.clock import Compilation
 from toolkit.strategies import STRATEGIES, Strategy
 from toolkit.training.observers import Observer
 from toolkit.training.speed.chunked_loss import checked_head, use_chunked_loss
@@ -131,11 +131,11 @@ class Speed(Observer):
             names_borders=self.on.get("lean_masks") == UNMASKED,
         )
 
-    def prepared(self, prepared: Prepared) -> None:
-        backend = backend_of(prepared.model)
+    def prepared(self, wrapped: Wrapped) -> None:
+        backend = backend_of(wrapped.model)
         if backend.gradients_in_buckets():
             self.on["ddp_bucket_view"] = True
-        accumulation = prepared.accelerator.gradient_state.plugin_kwargs
+        accumulation = wrapped.accelerator.gradient_state.plugin_kwargs
         if accumulation.get("sync_each_batch") and backend.has_reduced() is not None:
             self.on["sync_each_batch"] = True
         ahead = self.arguments.prefetched_layers

@@ -22,9 +22,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from toolkit.data.tokens import IGNORED
 from toolkit.engines.tensors import is_spread
 from toolkit.errors import UsageError
+from toolkit.records.evidence import IGNORED
 from toolkit.training.speed.lean_batches import POSITIONS, check_proven
 
 _LOSS_ONLY = {"labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "return_dict"}

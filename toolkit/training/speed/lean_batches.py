@@ -15,8 +15,9 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from toolkit.configs.proven_models import PROVEN_MODELS
-from toolkit.data.tokens import CACHES, IGNORED
+from toolkit.data.tokens import CACHES
 from toolkit.errors import UsageError
+from toolkit.records.evidence import IGNORED
 from toolkit.training.speed.attention import (
     BORDERS,
     attention_of_texts,

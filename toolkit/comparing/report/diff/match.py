@@ -15,9 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, cast
 
-from toolkit.comparing.report.names import both_engines, renamed
-from toolkit.comparing.report.redact import clean, redact_results
-from toolkit.comparing.report.remake import comparison_in
+from toolkit.comparing.report.names import both_engines, clean, redact_results, renamed
 from toolkit.comparing.report.row_facts import (
     counted_peak,
     counts_peaks,
@@ -27,6 +25,7 @@ from toolkit.comparing.report.row_facts import (
     states_of,
 )
 from toolkit.comparing.report.words import flat, size
+from toolkit.comparing.report.write import comparison_in
 from toolkit.errors import UsageError
 from toolkit.records.fields import Unit, fields_of, value_at
 from toolkit.records.results import Results, Row
@@ -151,11 +150,7 @@ class Diff:
         """Return the values of a table: the declared ones, and those computed from them."""
         declared = [
             Quantity(
-                fact.column,
-                fact.csv or path,
-                fact.unit,
-                partial(value_at, path=path),
-                _is(path),
+                fact.column, fact.csv or path, fact.unit, partial(value_at, path=path), _is(path)
             )
             for path, fact in fields_of(Row)
             if fact.diff == table

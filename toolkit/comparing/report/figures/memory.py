@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from toolkit.comparing.predicted import MOVED, STATES
-from toolkit.comparing.report.figures.bars import Bar, draw_bars
-from toolkit.comparing.report.figures.frame import ReportFigure
+from toolkit.comparing.report.figures.frame import Bar, ReportFigure, draw_bars
 from toolkit.comparing.report.row_facts import (
     host_in_peak_lines,
     peak_of,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from toolkit.backends.schedules import Placed, WorkKind, placed, work_of
 from toolkit.comparing.report.figures.frame import ReportFigure, label_of
 from toolkit.comparing.report.row_facts import measured
 from toolkit.comparing.report.svg import INK, PARTS
-from toolkit.planning.schedules import Placed, WorkKind, placed, work_of
 from toolkit.records.fields import PipelineSlots
 from toolkit.records.results import Results, Row
 

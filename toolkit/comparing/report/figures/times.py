@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import Final
 
-from toolkit.comparing.report.figures.bars import Bar, draw_bars, draw_lines
-from toolkit.comparing.report.figures.frame import ReportFigure, colour_of, finite, name_lines
+from toolkit.comparing.report.figures.frame import (
+    Bar,
+    ReportFigure,
+    colour_of,
+    draw_bars,
+    draw_lines,
+    finite,
+    name_lines,
+)
 from toolkit.comparing.report.row_facts import reason_for
-from toolkit.comparing.report.sections.steps import CPU_TIMES, PHASES
+from toolkit.comparing.report.sections.scaling import CPU_TIMES, PHASES
 from toolkit.comparing.report.svg import INK, PARTS
 from toolkit.comparing.report.words import seconds
 from toolkit.records.fields import value_at

@@ -3,66 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-from toolkit.comparing.report.grid import Section
 from toolkit.comparing.report.row_facts import failed, planner_word
-from toolkit.comparing.report.words import NOT_AVAILABLE, flat, size
+from toolkit.comparing.report.words import flat, size
+from toolkit.escaping import code
 from toolkit.launching.outcome import OUT_OF_MEMORY
 from toolkit.records.results import RankEnd, Results, Row
+from toolkit.tables.grid import NOT_AVAILABLE, Section
+from toolkit.tables.markdown import escaped, fenced, section_text
 
 
-class Failure(NamedTuple):
-    """One run that failed."""
-
-    name: str
-    status: str
-    reason: str
-    cause: str | None
-    planned: str | None
-    """The planner's expectation for a run that ran out of memory."""
-
-    fix: str | None
-    mismatches: Section | None
-    """Requested and effective settings of a run that was refused."""
-
-    ranks: Section | None
-    tail: str
-    log: str | None
+def failures(results: Results) -> str:
+    """Return every run that failed, with its last lines, as Markdown; empty without any."""
+    return "\n\n".join(block for row in failed(results) for block in _blocks(row) if block)
 
 
-def failures(results: Results) -> list[Failure]:
-    """Return every run that failed, with its last lines."""
-    return [_failure(row) for row in failed(results)]
-
-
-def _failure(row: Row) -> Failure:
-    refused = row["status"] == "refused" and row["attestation"]
-    ends = row["ends"]
-    return Failure(
-        name=row["name"],
-        status=row["status"],
-        reason=row["reason"] or "No reason was given.",
-        cause=row.get("cause"),
-        planned=f"The planner: {planner_word(row)}." if row["status"] == "oom" else None,
-        fix=row["fix"],
-        mismatches=_mismatches(refused) if refused else None,
-        ranks=_ranks(ends, rehearsal=row["rehearsal"]) if ends else None,
-        tail="\n".join(row["tail"]),
-        log=f"{row['folder']}/stdout.log" if row["folder"] else None,
-    )
+def _blocks(row: Row) -> list[str]:
+    attestation = row["attestation"] if row["status"] == "refused" else None
+    cause, fix, tail = row.get("cause"), row["fix"], "\n".join(row["tail"])
+    return [
+        f"### {escaped(row['name'])}: {escaped(row['status'])}",
+        escaped(row["reason"] or "No reason was given."),
+        f"Cause: {escaped(cause)}" if cause else "",
+        escaped(f"The planner: {planner_word(row)}.") if row["status"] == "oom" else "",
+        f"What helps: {escaped(fix)}" if fix else "",
+        section_text(_mismatches(attestation)) if attestation else "",
+        section_text(ranks(row)) if row["ends"] else "",
+        fenced(tail) if tail else "Its log has no last lines.",
+        f"The whole log: {code(row['folder'] + '/stdout.log')}" if row["folder"] else "",
+    ]
 
 
 def _mismatches(attestation: dict[str, Any]) -> Section:
     mismatches = cast("list[dict[str, Any]]", attestation["mismatches"])
     header = ["what", "asked", "engaged"]
     rows = [[flat(mismatch[name]) for name in header] for mismatch in mismatches]
-    return Section("", header, rows)
+    return Section("", header, rows, words=header)
 
 
-def _ranks(ends: Sequence[RankEnd], *, rehearsal: bool) -> Section:
+def ranks(row: Row) -> Section:
     """Return each rank's last status, the ranks out of memory, and the spread of their memory."""
-    header = ["rank", "state", "last step", "host peak" if rehearsal else "device peak", "error"]
+    ends, peak = row["ends"], "host peak" if row["rehearsal"] else "device peak"
+    header = ["rank", "state", "last step", peak, "error"]
     rows = [
         [
             str(end["rank"]),
@@ -80,7 +63,7 @@ def _ranks(ends: Sequence[RankEnd], *, rehearsal: bool) -> Section:
     notes += _how_uneven(ends)
     if unknown := [str(end["rank"]) for end in ends if end["peak_bytes"] is None]:
         notes.append(f"{NOT_AVAILABLE}: rank {', '.join(unknown)} did not tell its peak")
-    return Section("", header, rows, notes)
+    return Section("", header, rows, notes, words=("state", "error"))
 
 
 def ran_out(end: RankEnd) -> bool:

@@ -6,18 +6,21 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, Literal
 
-from toolkit.comparing.report.grid import Column, Section, columns_of, grid
 from toolkit.comparing.report.row_facts import (
+    columns_of,
+    field_column,
     host_in_peak_lines,
     measured,
     predicted_peak,
+    runs_grid,
     states_of,
     why_not_predicted,
 )
 from toolkit.comparing.report.runs_table import BEYOND_STATES
-from toolkit.comparing.report.words import NOT_AVAILABLE, in_unit, size, size_between
-from toolkit.records.fields import Peak, RankMemory, value_at
+from toolkit.comparing.report.words import in_unit, size, size_between
+from toolkit.records.fields import Peak, RankMemory, fields_of, value_at
 from toolkit.records.results import Results, Row
+from toolkit.tables.grid import NOT_AVAILABLE, Section
 
 UNPREDICTED: Final = ("peak reserved", "nvme", "host peak")
 """Columns that the planner does not predict."""
@@ -31,9 +34,12 @@ def held(results: Results) -> Section:
     good = measured(results)
     if not good:
         return Section("No run was measured.")
-    columns = columns_of("memory")
-    fields = {column.name: column.field.removeprefix("memory.") for column in columns}
-    measurements = grid(good, columns, drop_empty=True)
+    fields = {
+        fact.column: path.removeprefix("memory.")
+        for path, fact in fields_of(Row)
+        if fact.table == "memory"
+    }
+    measurements = runs_grid(good, columns_of("memory"), drop_empty=True)
     names = measurements.header[1:]
     rows = [
         line
@@ -96,12 +102,12 @@ def fullest(results: Results) -> Section | None:
         return None
     columns = [
         *columns_of("peak"),
-        *(Column(name, partial(_category, name), "peak") for name in PEAK_CATEGORIES),
+        *(field_column(name, partial(_category, name), "peak") for name in PEAK_CATEGORIES),
     ]
     notes = host_in_peak_lines(good)
     predicted = any(predicted_peak(row, counted=True) for row in good)
     if predicted:
-        columns.insert(3, Column("predicted", _expected, "peak"))
+        columns.insert(3, field_column("predicted", _expected, "peak"))
         notes += not_predicted([row for row in good if row["peak"]], "counted_bytes")
     text = (
         "The fullest moment of one optimizer step, of ragged rows, on the rank that held the "
@@ -119,7 +125,7 @@ def fullest(results: Results) -> Section | None:
             "the allocator adds."
         )
     )
-    section = grid(good, columns, text=text)
+    section = runs_grid(good, columns, text=text)
     return section._replace(notes=[*notes, *section.notes])
 
 
@@ -148,7 +154,7 @@ def over_ranks(results: Results) -> Section:
     rows = [row for row in results["runs"] if len(row["per_rank"] or []) > 1]
     if not rows:
         return Section("No run of several ranks has a count for each of them.")
-    columns = [Column("ranks", lambda row: str(len(row["per_rank"] or [])), "per_rank")]
+    columns = [field_column("ranks", lambda row: str(len(row["per_rank"] or [])), "per_rank")]
     for name, field, read in (
         ("states", "memory", states_of),
         ("counted peak", "peak", partial(value_at, path="peak.total_bytes")),
@@ -156,11 +162,11 @@ def over_ranks(results: Results) -> Section:
         ("host peak", "memory.host_peak_bytes", partial(value_at, path="memory.host_peak_bytes")),
     ):
         columns += [
-            Column(f"least {name}", partial(_extreme, min, read), field),
-            Column(f"most {name}", partial(_extreme, max, read), field),
+            field_column(f"least {name}", partial(_extreme, min, read), field),
+            field_column(f"most {name}", partial(_extreme, max, read), field),
         ]
     text = "Of all ranks of a run, those that hold least and most; states are the sum of the above."
-    section = grid(rows, columns, text=text, drop_empty=True)
+    section = runs_grid(rows, columns, text=text, drop_empty=True)
     return section._replace(notes=[*host_in_peak_lines(rows), *section.notes])
 
 

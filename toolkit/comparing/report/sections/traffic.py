@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
+from toolkit.backends import backend_of
+from toolkit.backends.base import Backend
 from toolkit.comparing.predicted import MOVED
-from toolkit.comparing.report.grid import RUN, Section, columns_of, grid
-from toolkit.comparing.report.row_facts import measured, reason_for
+from toolkit.comparing.report.row_facts import RUN, columns_of, measured, reason_for, runs_grid
 from toolkit.comparing.report.sections.memory import not_predicted
 from toolkit.comparing.report.words import number, size
 from toolkit.records.fields import ServerLoad, Traffic
 from toolkit.records.record import strategy_of
 from toolkit.records.results import Results, Row
 from toolkit.strategies import Strategy
+from toolkit.tables.grid import Section
 
 OTHER: Final = "other"
 
@@ -125,7 +127,8 @@ def collectives(results: Results, *, of_states: bool) -> Section | None:
         else "What is sent besides: buffers, bitmaps, norms, counts, logged losses and the guards' "
         "heartbeat."
     )
-    return Section(text, header, rows)
+    words = ("purpose", "dtype")
+    return Section(text, header, rows, names=2, words=words, folded=True)
 
 
 def difference_in_words(row: Row) -> str:
@@ -133,8 +136,8 @@ def difference_in_words(row: Row) -> str:
 
     The papers' volume is `planning.speed.traffic.textbook`: 2 psi for data parallelism and
     ZeRO-1/2, 3 psi where parameters are sharded, for a step of one micro-batch, without norms,
-    buffers and counts. That module lists the libraries' deviations; one is given as a cause only
-    where the counted bytes show it.
+    buffers and counts. The modules of `backends` tell how libraries deviate; that is given as a
+    cause only where the counted bytes show it.
     """
     traffic = row["traffic"]
     if traffic is None:
@@ -154,7 +157,8 @@ def difference_in_words(row: Row) -> str:
 def _reasons(traffic: Traffic, strategy: Strategy | None) -> list[str]:
     if strategy is None:
         return []
-    if strategy.schedule is not None:
+    backend = backend_of(strategy)
+    if backend.in_stages:
         return ["stages differ in size, and the fullest is counted"]
     trained = traffic["trained_elements"] // strategy.tensor
     everything = traffic["all_elements"] // strategy.tensor
@@ -163,17 +167,13 @@ def _reasons(traffic: Traffic, strategy: Strategy | None) -> list[str]:
     sent = Counter[tuple[str, str]]()
     for calls in traffic["collectives"]:
         sent[calls["purpose"], calls["kind"]] += calls["elements"]
-    reasons = _of_parameters(sent, everything, traffic["micro_batches"], strategy)
-    return [*_of_gradients(sent, trained, strategy), *reasons]
+    reasons = _of_parameters(sent, everything, traffic["micro_batches"], backend)
+    return [*_of_gradients(sent, trained, backend), *reasons]
 
 
-def _of_gradients(sent: Counter[tuple[str, str]], trained: int, strategy: Strategy) -> list[str]:
-    reasons: list[str] = []
+def _of_gradients(sent: Counter[tuple[str, str]], trained: int, backend: Backend) -> list[str]:
     reduced = sent["gradients", "all_reduce"]
-    if reduced and strategy.replicas > 1 and strategy.tensor == 1:
-        reasons.append("gradients are all-reduced between the replicas besides")
-    elif reduced and strategy.shards_optimizer:
-        reasons.append("DeepSpeed all-reduces gradients where the paper reduce-scatters them")
+    reasons = [backend.all_reduces] if reduced and backend.all_reduces else []
     times = round(max(reduced, sent["gradients", "reduce_scatter"]) / trained)
     if times > 1:
         reasons.append(f"gradients are reduced in each of {times} micro-batches")
@@ -181,32 +181,28 @@ def _of_gradients(sent: Counter[tuple[str, str]], trained: int, strategy: Strate
 
 
 def _of_parameters(
-    sent: Counter[tuple[str, str]], everything: int, micro_batches: int, strategy: Strategy
+    sent: Counter[tuple[str, str]], everything: int, micro_batches: int, backend: Backend
 ) -> list[str]:
     gathered = sent["parameters", "all_gather"]
-    if not strategy.shards_parameters or not gathered:
+    papers = backend.gathers()
+    if not papers or not gathered:
         return []
     reasons: list[str] = []
     if micro_batches > 1:
         reasons.append(f"parameters are gathered in each of {micro_batches} micro-batches")
-    twice = 2 if strategy.gathers_again else 1
     share = gathered / micro_batches / everything
-    if twice - share > PADDING:
-        text = (
-            "ZeRO-3 keeps what stays below stage3_max_live_parameters between forward and backward"
-            if strategy.sharding == "tensors"
-            else "what is outside of the layers is not freed between forward and backward"
-        )
-        reasons.append(f"{text}, so {share:.2f} psi are gathered each time where the paper has 2")
-    elif share - twice > PADDING:
-        reasons.append(f"{share:.2f} psi are gathered each time where the paper has {twice}")
+    each_time = f"{share:.2f} psi are gathered each time where the paper has"
+    if papers - share > PADDING:
+        reasons.append(f"{backend.stays_gathered}, so {each_time} 2")
+    elif share - papers > PADDING:
+        reasons.append(f"{each_time} {papers}")
     return reasons
 
 
 def pipelines(results: Results) -> Section | None:
     """Return the counted bubble of each pipeline beside its formula; None without a pipeline."""
     rows = [row for row in measured(results) if row.get("pipeline") is not None]
-    return grid(rows, columns_of("pipeline"), text=SLOTS) if rows else None
+    return runs_grid(rows, columns_of("pipeline"), text=SLOTS) if rows else None
 
 
 def server(results: Results) -> Section | None:
@@ -214,7 +210,7 @@ def server(results: Results) -> Section | None:
     served = [(row, load) for row in measured(results) if (load := row.get("server")) is not None]
     if not served:
         return None
-    section = grid([row for row, _ in served], columns_of("server"), text=SERVED)
+    section = runs_grid([row for row, _ in served], columns_of("server"), text=SERVED)
     notes = [_beside_all_reduce(row, load) for row, load in served]
     return section._replace(notes=[*notes, *section.notes])
 

@@ -1,0 +1,253 @@
+"""Operations of a GPU on the meta device: storages are counted, and no kernel runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+RAISED: Final = frozenset(
+    {
+        "pow",
+        "__pow__",
+        "__rpow__",
+        "rsqrt",
+        "reciprocal",
+        "exp",
+        "expm1",
+        "log",
+        "log1p",
+        "log2",
+        "log10",
+        "softmax",
+        "log_softmax",
+        "softplus",
+        "layer_norm",
+        "group_norm",
+        "norm",
+        "normalize",
+        "sum",
+        "prod",
+        "cumsum",
+        "cumprod",
+    }
+)
+"""Functions that a GPU's autocast runs in fp32 (torch 2.13, autocast_mode.h)."""
+
+LOWERED: Final = frozenset(
+    {
+        "linear",
+        "matmul",
+        "__matmul__",
+        "__rmatmul__",
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "addbmm",
+        "einsum",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "scaled_dot_product_attention",
+    }
+)
+"""Functions that autocast runs in 16 bits."""
+
+PRODUCTS: Final = frozenset({"mm", "addmm"})
+BATCHED_PRODUCTS: Final = frozenset({"bmm", "baddbmm"})
+"""Of eager attention."""
+
+
+class LiveStorages(TorchDispatchMode):
+    """Adds up the storages that operations make, for as long as a tensor or autograd holds them.
+
+    Storages computed from parameters alone, such as weights in another dtype, are not counted.
+
+    Attributes:
+        now: Bytes that live.
+        peak: The most since `start`.
+        products: Bytes of each result of a linear layer since `start`.
+        attended: Bytes of the results of attention since `start`.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = self.attended = 0
+        self.products: list[int] = []
+        self._counts = True
+        self._made = 0
+        self._living: dict[int, tuple[int, Any]] = {}
+        # Held, so that no other storage gets the number of one of these.
+        self._fixed: dict[int, torch.Tensor] = {}
+        self.leave_out(*parameters)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        of_weights = bool(inputs) and all(number_of(tensor) in self._fixed for tensor in inputs)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                if of_weights:
+                    self._fixed[number_of(leaf)] = leaf
+                elif self._counts:
+                    self._add(leaf)
+        if self._counts and func._opname in PRODUCTS:
+            self.products.append(bytes_of(out))
+        elif self._counts and func._opname in BATCHED_PRODUCTS:
+            self.attended += bytes_of(out)
+        return out
+
+    def leave_out(self, *parameters: torch.Tensor) -> None:
+        """Don't count these, nor tensors that are computed from them alone."""
+        self._fixed |= {number_of(tensor): tensor for tensor in parameters}
+
+    @property
+    def made(self) -> int:
+        """Number of storages counted so far."""
+        return self._made
+
+    def serial(self, tensor: torch.Tensor) -> int:
+        """Return the serial number of a living counted storage, 0 for others."""
+        return self._living.get(number_of(tensor), (0, None))[0]
+
+    def living(self) -> set[int]:
+        """Return the serial numbers of the counted storages that live."""
+        return {serial for serial, _ in self._living.values()}
+
+    def start(self) -> int:
+        """Begin a new peak and new products, and return the bytes that live now."""
+        self.peak = self.now
+        self.products, self.attended = [], 0
+        return self.now
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave out the storages that are made here."""
+        self._counts = False
+        yield
+        self._counts = True
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage, number = tensor.untyped_storage(), number_of(tensor)
+        if number in self._living:
+            return
+        size = storage.nbytes()
+
+        def gone(_: object) -> None:
+            if self._living.pop(number, None) is not None:
+                self.now -= size
+
+        self._made += 1
+        self._living[number] = self._made, weakref.ref(storage, gone)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+def number_of(tensor: torch.Tensor) -> int:
+    """Return a number that a tensor shares with all views of the same storage."""
+    return tensor.untyped_storage()._cdata
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+class OnGpu(TorchFunctionMode):
+    """Runs functions as a GPU does, with its autocast and its fused kernels."""
+
+    def __init__(self, live: LiveStorages, *, autocast: bool) -> None:
+        super().__init__()
+        self._live = live
+        self._autocast = autocast
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if self._autocast and name in LOWERED:
+            args, kwargs = tree_map(_lowered, (args, kwargs))
+        elif self._autocast and name in RAISED and kwargs.get("dtype") is None:
+            args, kwargs = tree_map(_raised, (args, kwargs))
+        match name:
+            case "scaled_dot_product_attention":
+                given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+                out = FusedAttention.apply(given["query"], given["key"], given["value"])
+                # The result, and the fp32 number that the kernel keeps for each row.
+                self._live.attended += bytes_of(out) + 4 * out[..., 0].numel()
+                return out
+            case "grouped_mm" | "_grouped_mm":
+                return GroupedProduct.apply(*args[:2])
+            case "dropout" if isinstance(args[0], torch.Tensor):
+                given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+                if given.get("training", True) and given.get("p", 0.5):
+                    # As a GPU's kernel, which keeps a mask of a byte an element for the backward.
+                    return torch.native_dropout(args[0], given.get("p", 0.5), True)[0]
+                return args[0]
+            case _:
+                return func(*args, **kwargs)
+
+
+class FusedAttention(torch.autograd.Function):
+    """Attention in a kernel that keeps its inputs, its result, and a number for each row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        if query.shape[-1] == value.shape[-1]:
+            out = torch.empty_like(query)
+        else:
+            *batch, heads, rows, _ = query.shape
+            out = query.new_empty(*batch, rows, heads, value.shape[-1]).transpose(-3, -2)
+        logsumexp = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, logsumexp)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
+
+
+class GroupedProduct(torch.autograd.Function):
+    """The rows of each expert times its matrix, in any dtype; torch's own is checked for bf16."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, matrices)
+        return rows.new_empty(rows.shape[0], matrices.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        return tuple(
+            torch.empty_like(tensor) if is_needed else None for tensor, is_needed in needed
+        )
+
+
+class Assumed(torch.autograd.Function):
+    """Stands for a module that can't be counted, and keeps a tensor of an assumed width."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+        ctx.save_for_backward(value.new_empty(*value.shape[:-1], width, dtype=dtype))
+        return torch.empty_like(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return torch.empty_like(gradients[0]), None, None
+
+
+def _lowered(value: Any) -> Any:
+    is_high = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+    return value.to(torch.bfloat16) if is_high else value
+
+
+def _raised(value: Any) -> Any:
+    is_low = isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16
+    return value.float() if is_low else value
