@@ -16,7 +16,7 @@ _CLIP: Final = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip
 _CAUSAL: Final = re.compile(r"transformers\.\w*(?:ForCausalLM|LMHeadModel)(?:\.from_\w+)?")
 _OWN_LOSS: Final = ("cross_entropy", "CrossEntropyLoss", "NLLLoss", "nll_loss")
 _TOLD: Final = re.compile(
-    r"(?i)distributed_type|deepspeed|fsdp|zero|hasattr|isinstance|num_processes"
+    r"(?i)distributed_type|deepspeed|fsdp|zero_?3|zero_stage|num_processes|parallel|module"
 )
 
 
