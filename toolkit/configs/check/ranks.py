@@ -32,6 +32,7 @@ _OF_TRAINER: Final = ("train", "evaluate", "predict")
 _SAVES: Final = {f"{ACCELERATOR}.{name}" for name in ("save_state", "save_model", "get_state_dict")}
 _SAVES_OF_TRAINER: Final = ("save_model", "push_to_hub")
 _DATASETS: Final = ("load_dataset", "load_from_disk", "concatenate_datasets")
+_ROWS_OF_TRAINER: Final = ("train_dataset", "eval_dataset")
 _SEEDS: Final = {
     "transformers.set_seed",
     "transformers.trainer_utils.set_seed",
@@ -148,47 +149,59 @@ def _is_wrapped(source: Source, model: ast.expr) -> bool:
 
 def _shuffled_apart(source: Source) -> Iterator[Finding]:
     """Rows that each rank puts into an order of its own, and of which each takes every N-th."""
-    trains = [source.library_class(source.called(call) or "") for call in source.calls]
-    if not any(one in (ACCELERATOR, DEEPSPEED) or is_trainer_class(one) for one in trains):
-        return
-    for call in source.calls:
-        match call.func:
-            case ast.Attribute(attr="shuffle" | "train_test_split" as method, value=rows):
-                words = {one.arg: ast.unparse(one.value) for one in call.keywords}
-            case _:
-                continue
+    shuffles = [one for rows in _shared_rows(source) for one in _shuffles(source, rows) or ()]
+    for call in dict.fromkeys(shuffles):
+        words = {one.arg: ast.unparse(one.value) for one in call.keywords}
+        method = ast.unparse(call.func).rpartition(".")[2]
         by_place = method == "shuffle" and call.args
         told = by_place or None in words or "generator" in words or words.get("shuffle") == "False"
-        if told or words.get("seed", "None") != "None" or not _is_loaded(source, rows):
+        if told or words.get("seed", "None") != "None":
             continue
         seeds = [one for one in source.calls if _seeds(source, one, call)]
         if not seeds:
             yield source.finding("shuffled-apart", call, {"method": method})
         elif all(_is_conditional(source, one) for one in seeds):
-            line = seeds[0].lineno
-            yield source.finding("shuffled-apart: at times", call, {"method": method, "line": line})
+            line = {"method": method, "line": seeds[0].lineno}
+            yield source.finding("shuffled-apart: at times", call, line)
 
 
-def _is_loaded(source: Source, rows: ast.expr, steps: int = 12) -> bool:
-    """Whether rows certainly come from datasets, and are no stream.
+def _shared_rows(source: Source) -> Iterator[ast.expr]:
+    """Give the rows that a trainer, or a loader beside `prepare`, shares out among the ranks."""
+    prepares = any(source.called(one) == PREPARE for one in source.calls)
+    for call in source.calls:
+        if is_trainer_class(source.library_class(source.called(call) or "")):
+            yield from (one.value for one in call.keywords if one.arg in _ROWS_OF_TRAINER)
+        elif prepares and source.dotted(call.func) in _LOADERS:
+            yield from call.args[:1]
+
+
+def _shuffles(source: Source, rows: ast.expr, steps: int = 12) -> list[ast.Call] | None:
+    """Return the shuffles that rows of datasets went through; None for other rows, and a stream.
 
     A stream is read by one rank and sent to the others.
     """
     match rows:
         case ast.Subscript(value=inner):
-            return _is_loaded(source, inner, steps)
+            return _shuffles(source, inner, steps)
         case ast.Call(func=function, keywords=words):
             name = source.dotted(function)
             if name is None and isinstance(function, ast.Attribute):
-                return _is_loaded(source, function.value, steps)
+                before = _shuffles(source, function.value, steps)
+                own = [rows] if function.attr in ("shuffle", "train_test_split") else []
+                return None if before is None else before + own
             streamed = any(one.arg in ("streaming", None) for one in words)
-            return name in {f"datasets.{one}" for one in _DATASETS} and not streamed
+            known = name in {f"datasets.{one}" for one in _DATASETS} and not streamed
+            return [] if known else None
         case ast.Name() if steps:
-            values = [one.value for one in source.bindings(rows)]
-            known = [one is not None and _is_loaded(source, one, steps - 1) for one in values]
-            return bool(known) and all(known)
+            found: list[ast.Call] = []
+            for one in source.bindings(rows):
+                before = None if one.value is None else _shuffles(source, one.value, steps - 1)
+                if before is None:
+                    return None
+                found += before
+            return found
         case _:
-            return False
+            return None
 
 
 def _seeds(source: Source, seed: ast.Call, before: ast.Call) -> bool:

@@ -72,9 +72,15 @@ class Source:
         self.tree = ast.parse(text)
         self.parents: dict[ast.AST, ast.AST] = {}
         self.nodes: list[ast.AST] = []
+        self._lists: dict[ast.AST, tuple[ast.AST, str]] = {}
+        self._dotted: dict[ast.expr, str | None] = {}
+        self._makings: dict[ast.expr, set[Making]] = {}
         for node in ast.walk(self.tree):
             self.nodes.append(node)
             self.parents.update((child, node) for child in ast.iter_child_nodes(node))
+            for name, value in ast.iter_fields(node):
+                if isinstance(value, list):
+                    self._lists |= dict.fromkeys(cast(list[ast.AST], value), (node, name))
         self._bindings: dict[Scope, dict[str, list[Binding]]] = defaultdict(
             lambda: defaultdict(list)
         )
@@ -172,21 +178,17 @@ class Source:
             blocks = {*self._blocks(name)} if here else {(place, "body")}
             before = [one for one in found if not here or one.at <= _position(name)]
             for at in reversed(range(len(before))):
-                if isinstance(before[at].node, ast.arg) or self._block(before[at].node) in blocks:
+                node = before[at].node
+                if isinstance(node, ast.arg) or next(self._blocks(node)) in blocks:
                     return before[at:]
             return before or found
         return []
 
-    def _block(self, node: ast.AST) -> tuple[ast.AST, str]:
-        """Return the list of statements that a node stands in, as its owner and its name there."""
-        return next(self._blocks(node))
-
     def _blocks(self, node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-        for parent in self.parents_of(node):
-            for name, value in ast.iter_fields(parent):
-                if isinstance(value, list) and node in value:
-                    yield parent, name
-            node = parent
+        """Give the lists of statements that a node stands in, as owner and name, from inside."""
+        for one in (node, *self.parents_of(node)):
+            if one in self._lists:
+                yield self._lists[one]
 
     def dotted(self, expression: ast.expr, steps: int = MOST_STEPS) -> str | None:
         """Return the full name of what is imported, `transformers.Trainer`; None for all else."""
@@ -195,11 +197,14 @@ class Source:
             return None if inner is None else f"{inner}.{expression.attr}"
         if not isinstance(expression, ast.Name) or steps == 0:
             return None
-        found = {
-            self.dotted(one.value, steps - 1) if one.value and one.index is None else one.dotted
-            for one in self.bindings(expression)
-        }
-        return found.pop() if len(found) == 1 else None
+        if expression not in self._dotted:
+            self._dotted[expression] = None  # for names that lead back to it
+            found = {
+                self.dotted(one.value, steps - 1) if one.value and one.index is None else one.dotted
+                for one in self.bindings(expression)
+            }
+            self._dotted[expression] = found.pop() if len(found) == 1 else None
+        return self._dotted[expression]
 
     def makers(self, expression: ast.expr) -> set[str]:
         """Return what made a value, by full name: the class, the function or the method.
@@ -211,9 +216,15 @@ class Source:
 
     def makings(self, expression: ast.expr, steps: int = MOST_STEPS) -> set[Making]:
         """Return what made a value, as `makers` does, with the calls that made it."""
-        found: set[Making] = set()
         if steps == 0:
             return {UNKNOWN}
+        if expression not in self._makings:
+            self._makings[expression] = {UNKNOWN}  # for values that lead back to it
+            self._makings[expression] = self._find_makings(expression, steps)
+        return self._makings[expression]
+
+    def _find_makings(self, expression: ast.expr, steps: int) -> set[Making]:
+        found: set[Making] = set()
         match expression:
             case ast.Name():
                 for one in self.bindings(expression):
