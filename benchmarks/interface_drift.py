@@ -269,7 +269,9 @@ def of_class(module: str, node: ast.ClassDef) -> set[str]:
     own = signatures._own_method(node, "__init__")
     if own is not None:
         return of_function(own)
-    bases = [base for one in node.bases if (base := signatures._base(module, one)) is not None]
+    bases = [
+        base for one in node.bases if (base := signatures._base(module, node, one)) is not None
+    ]
     return {*signatures._fields(node)}.union(*(of_class(*base) for base in bases))
 
 

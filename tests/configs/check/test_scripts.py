@@ -371,9 +371,17 @@ RIGHT = {
         TrainingArguments(evaluation_strategy="no")
     """,
     "a class that takes anything": """
+        from datasets import Sequence, Value
         from transformers import BitsAndBytesConfig, AutoTokenizer
+        Sequence(Value("int64"))
         BitsAndBytesConfig(load_in_8bit=True, made_up=1)
         AutoTokenizer.from_pretrained("m", use_auth_token=True)
+    """,
+    "a method of the class itself": """
+        from transformers import Trainer
+        class Mine(Trainer):
+            def train(self):
+                return Trainer.train(self, None, None, None)
     """,
     "another library": """
         from mine import Trainer, TrainingArguments

@@ -82,7 +82,8 @@ def _unknown_arguments(source: Source) -> Iterator[Finding]:
         name = source.called(call)
         if name is None or name.startswith(LOCAL):
             continue
-        taken, of = parameters(name), _LOADING if _LOADS_MODEL.fullmatch(name) else name
+        taken = parameters(name, of_class=source.dotted(call.func) is not None)
+        of = _LOADING if _LOADS_MODEL.fullmatch(name) else name
         library, _, rest = name.partition(".")
         what = f"{rest} of {library} {release(library)}"
         for word in call.keywords:

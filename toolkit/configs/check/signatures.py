@@ -109,8 +109,8 @@ def lacks(module: str, name: str) -> bool:
     return renamed(module, name) is not None and name not in _exports(module)
 
 
-def parameters(name: str) -> Parameters | None:
-    """Return what a class, a function or a method takes.
+def parameters(name: str, *, of_class: bool = False) -> Parameters | None:
+    """Return what a class, a function or a method takes; a method of the class itself, `self` too.
 
     None where that is not certain: it is not installed, takes any argument, or is made by a
     decorator or a base that reading does not follow.
@@ -127,16 +127,21 @@ def parameters(name: str) -> Parameters | None:
     if found is None or not isinstance(found[1], ast.ClassDef):
         return None
     function = _method(found[0], found[1], method)
-    return None if function is None else _of_function(function, 1)
+    if function is None:
+        return None
+    bound = any(_decorator(one) == "classmethod" for one in function.decorator_list)
+    return _of_function(function, 0 if of_class and not bound else 1)
 
 
 def _of_class(module: str, node: ast.ClassDef) -> Parameters | None:
     """Return what making an object takes."""
     if any(_decorator(one) not in TRANSPARENT for one in node.decorator_list) or node.keywords:
         return None
+    if _own_method(node, "__new__") is not None:
+        return None
     if (own := _own_method(node, "__init__")) is not None:
         return _of_function(own, 1)
-    bases = [_base(module, base) for base in node.bases]
+    bases = [_base(module, node, base) for base in node.bases]
     names: tuple[str, ...] = ()
     for base in bases:
         # A dataclass on a class that is none, and takes nothing: `KwargsHandler`.
@@ -186,7 +191,7 @@ def _method(module: str, node: ast.ClassDef, name: str) -> ast.FunctionDef | Non
     if (own := _own_method(node, name)) is not None:
         return own
     for base in node.bases:
-        found = _base(module, base)
+        found = _base(module, node, base)
         if found is None:
             return None
         if (function := _method(*found, name)) is not None:
@@ -194,10 +199,12 @@ def _method(module: str, node: ast.ClassDef, name: str) -> ast.FunctionDef | Non
     return None
 
 
-def _base(module: str, node: ast.expr) -> tuple[str, ast.ClassDef] | None:
-    """Return a base class and its module; None if it is not found in the judged libraries."""
-    found = _look_up(module, node.id) if isinstance(node, ast.Name) else None
-    return (found[0], found[1]) if found and isinstance(found[1], ast.ClassDef) else None
+def _base(module: str, node: ast.ClassDef, base: ast.expr) -> tuple[str, ast.ClassDef] | None:
+    """Return a base of a class and its module; None if it is not found in the judged libraries."""
+    found = _look_up(module, base.id) if isinstance(base, ast.Name) else None
+    if found is None or found[1] is node or not isinstance(found[1], ast.ClassDef):
+        return None
+    return found[0], found[1]
 
 
 def _find(name: str) -> tuple[str, Definition] | None:
