@@ -17,7 +17,8 @@ from pathlib import Path
 
 from toolkit.configs.check.finding import Finding
 from toolkit.configs.check.scripts import check_script
-from toolkit.configs.check.signatures import LIBRARIES, release
+from toolkit.configs.check.signatures import LIBRARIES
+from toolkit.configs.check.sources import version_of
 
 KINDS = ("seen", "unseen")
 
@@ -33,7 +34,7 @@ def main(folder: Path) -> None:
         found[path] = check_script(path)
         seconds.append(time.perf_counter() - start)
     print("# What check says of public training scripts\n")
-    releases = ", ".join(f"{library} {release(library)}" for library in LIBRARIES)
+    releases = ", ".join(f"{library} {version_of(library)}" for library in LIBRARIES)
     counts = " and ".join(f"{len(scripts[kind])} {kind}" for kind in KINDS)
     print(f"{counts} while the rules were written, held against {releases}.")
     print(f"Longest {max(seconds):.2f} s a script, all {sum(seconds):.1f} s, in one process.\n")

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from toolkit.configs.check import signatures
+from toolkit.configs.check import signatures, sources
 
 ROOT = Path(__file__).resolve().parents[1]
 WATCHED = {
@@ -219,7 +219,7 @@ def surfaces_of(library: str, folder: Path) -> list[tuple[str, Path, Surface]]:
         (Version(path.name.partition("-")[2]), path) for path in folder.glob(f"{library}-*")
     )
     found = [(str(version), path, surface(library, path)) for version, path in releases]
-    return [*found, (str(signatures.release(library)), folder, surface(library, None))]
+    return [*found, (str(sources.version_of(library)), folder, surface(library, None))]
 
 
 def surface(library: str, folder: Path | None) -> Surface:
@@ -227,7 +227,7 @@ def surface(library: str, folder: Path | None) -> Surface:
     if folder is not None:
         sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
-    for one in vars(signatures).values():
+    for one in [*vars(signatures).values(), *vars(sources).values()]:
         if hasattr(one, "cache_clear"):
             one.cache_clear()
     try:
@@ -336,8 +336,9 @@ def successor(library: str, of: str, old: str, folder: Path, taken: set[str]) ->
 @cache
 def definitions(library: str) -> dict[str, str]:
     """Return the public packages of the installed library that define a class or function."""
-    root = signatures._root(library)
-    assert root is not None
+    file = sources.file_of(library)
+    assert file is not None
+    root = file.parent
     found: dict[str, str] = {}
     for path in sorted(root.rglob("*.py")):
         steps = path.relative_to(root.parent).with_suffix("").parts

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, cast
 
 from toolkit.backends.deepspeed_json import AUTO
-from toolkit.configs.check.documents import table
+from toolkit.configs.check.finding import table
 
 Kind = tuple[str, Callable[[Any], bool]]
 """The requirement for a value, in words and as a check."""

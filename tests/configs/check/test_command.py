@@ -106,7 +106,23 @@ def test_json_says_the_same(mine):
     assert (found.exit_code, answer["schema"], answer["fixed"]) == (1, 1, [])
     first = answer["findings"][0]
     assert (first["rule"], first["severity"]) == ("refused-value", "error")
-    assert (first["line"], first["column"], first["mends_itself"]) == (3, 1, True)
+    assert (first["line"], first["column"]) == (3, 1)
+    assert [edit["text"] for edit in first["edits"]] == ['"no"']
+
+
+def test_files_flags_and_a_script_are_one_list_of_findings(mine, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from transformers import TrainingArguments\nTrainingArguments(evaluation_strategy='no')\n"
+    )
+    found = call(mine, "--script", script, "--", "--learning_rte", "1e-4")
+    assert found.exit_code == 1
+    assert f"error    {script}:2:19  unknown-argument: TrainingArguments of tr" in found.output
+    assert "5 errors, 2 warnings, 0 notes" in found.output
+    call(mine, "--script", script, "--fix")
+    assert "TrainingArguments(eval_strategy='no')" in script.read_text()
+    assert "evaluation_strategy" in script.with_name("train.py.before-fix").read_text()
+    assert call("--script", script).exit_code == 0
 
 
 def test_a_mistake_in_the_call_is_not_a_finding(tmp_path):

@@ -7,9 +7,10 @@ import textwrap
 import pytest
 from places import ROOT
 
+from toolkit.configs.check.finding import table
 from toolkit.configs.check.scripts import check_script
 from toolkit.configs.check.signatures import renamed
-from toolkit.configs.check.source import Source, findings
+from toolkit.configs.check.source import Source
 
 LOOP = """
     import torch
@@ -620,9 +621,15 @@ def test_what_is_right_or_unknown_is_passed_over(check, name):
 
 
 def test_every_rule_has_a_fault_here():
-    rules = {(case.partition(":")[0], said["severity"]) for case, said in findings().items()}
+    names = [*table()]
+    rules = {
+        (name, case["severity"])
+        for name in names[names.index("missing-name") : names.index("facts")]
+        for case in table()[name].values()
+        if isinstance(case, dict)
+    }
     found = {(rule, fault[1][0]) for rule, faults in FAULTS.items() for fault in faults.values()}
-    assert rules == found | {("unknown-flag", "error"), ("not-python", "error")}
+    assert rules == found | {("unknown-flag", "error")}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda one: one.name)
@@ -666,7 +673,15 @@ def test_flags_are_held_against_the_classes_that_the_parser_reads(check):
 
 def test_a_file_that_is_no_python_is_one_finding(check):
     (finding,) = check("print 'x'\n")
-    assert (finding.rule, finding.severity, finding.line) == ("not-python", "error", 1)
+    assert (finding.rule, finding.severity, finding.line) == ("unreadable", "error", 1)
+
+
+def test_lines_and_columns_are_those_of_an_editor(check):
+    text = "from transformers import TrainingArguments as A\r\n'\f'; A('ö', evaluation_strategy=1)"
+    (finding,) = check(text)
+    (edit,) = finding.edits
+    assert text[edit.start : edit.end] == "evaluation_strategy"
+    assert (finding.line, finding.column) == (2, 13)
 
 
 def test_nothing_heavy_is_imported():

@@ -24,7 +24,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from toolkit.configs.check.signatures import FULL_EXPORTS, lacks, parameters, release, renames
+from toolkit.configs.check.signatures import lacks, parameters, renames
+from toolkit.configs.check.sources import FULL_EXPORTS, version_of
 
 JUDGED = (
     "transformers.TrainingArguments",
@@ -106,7 +107,7 @@ def test_what_is_read_is_what_the_library_takes(name):
 def gone_here():
     """What the installed releases no longer have, by owner and name, with what took its place."""
     for (of, old), rename in renames().items():
-        if Version(rename.since) <= Version(release(of.partition(".")[0])):
+        if Version(rename.since) <= Version(version_of(of.partition(".")[0])):
             yield of, old, rename.new
 
 

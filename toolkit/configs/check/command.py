@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from toolkit.configs.check.documents import NOTHING, document_of, table
-from toolkit.configs.check.finding import Edit, Finding
+from toolkit.configs.check.documents import NOTHING
+from toolkit.configs.check.finding import Edit, Finding, table
 from toolkit.configs.check.flags import flags_document
 from toolkit.configs.check.rules import findings_of
-from toolkit.configs.check.setup import Setup, read_setups
+from toolkit.configs.check.scripts import check_script
+from toolkit.configs.check.setup import read_setups
 from toolkit.errors import UsageError
 from toolkit.escaping import one_line
 from toolkit.files import write_bytes
@@ -23,8 +22,6 @@ SCHEMA: Final = 1
 BACKUP: Final = ".before-fix"
 ROUNDS: Final = 5
 """How often repairs are made: one may show another."""
-
-SCRIPTS: Final = "toolkit.configs.check.scripts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,19 +39,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON of schema 1."""
-        findings = [
-            {
-                "rule": one.rule,
-                "severity": one.severity,
-                "file": str(one.file),
-                "line": one.line,
-                "column": one.column,
-                "text": one.text,
-                "fix": one.fix,
-                "mends_itself": bool(one.edits),
-            }
-            for one in self.findings
-        ]
+        findings = [asdict(one) | {"file": str(one.file)} for one in self.findings]
         fixed = [str(file) for file in self.fixed]
         not_judged = list(self.not_judged)
         return {"schema": SCHEMA, "findings": findings, "not_judged": not_judged, "fixed": fixed}
@@ -93,23 +78,23 @@ def check(
     Raises:
         UsageError: a file is not there, or none of the kinds; or a backup stands in the way.
     """
-    fixed: dict[Path, None] = {}
-    of_flags = flags_document(flags) if flags else NOTHING
     if not files and not flags and script is None:
         raise UsageError("Name a file, or flags behind --.")
-    setups = read_setups(files, of_flags, environ) if files or flags else []
+    of_flags = flags_document(flags) if flags else NOTHING
+
+    def judge() -> tuple[list[Finding], list[str]]:
+        setups = read_setups(files, of_flags, environ) if files or flags else []
+        findings = [finding for setup in setups for finding in findings_of(setup)]
+        findings += [] if script is None else check_script(script, flags=flags)
+        not_judged = [what for setup in setups for what in setup.not_judged]
+        return list(dict.fromkeys(findings)), list(dict.fromkeys(not_judged))
+
+    findings, not_judged = judge()
+    fixed: dict[Path, None] = {}
     for _ in range(ROUNDS if fix else 0):
-        fixed |= dict.fromkeys(_mend(setups, [*fixed]))
-        setups = read_setups(files, of_flags, environ)
-    findings = [finding for setup in setups for finding in findings_of(setup)]
-    not_judged = [what for setup in setups for what in setup.not_judged]
-    if script is not None:
-        findings += _of_script(script, flags)
-    return Report(
-        findings=list(dict.fromkeys(findings)),
-        not_judged=list(dict.fromkeys(not_judged)),
-        fixed=list(fixed),
-    )
+        fixed |= dict.fromkeys(_mend(findings, keep=[*fixed]))
+        findings, not_judged = judge()
+    return Report(findings=findings, not_judged=not_judged, fixed=list(fixed))
 
 
 def refuse_errors(files: Sequence[Path], environ: Mapping[str, str]) -> None:
@@ -133,36 +118,25 @@ def rules_table() -> str:
     return "\n".join(rows)
 
 
-def _of_script(script: Path, flags: Sequence[str]) -> list[Finding]:
-    if find_spec(SCRIPTS) is None:
-        raise UsageError("--script: this release reads no scripts.")
-    return import_module(SCRIPTS).check_script(script, flags=flags)
+def _mend(findings: Sequence[Finding], *, keep: Sequence[Path]) -> list[Path]:
+    """Make the repairs in each file that has some; return the files that are changed.
 
-
-def _mend(setups: Sequence[Setup], mended: Sequence[Path]) -> list[Path]:
-    """Make the repairs in each file that has some; return the files that are changed."""
-    changed: dict[Path, None] = {}
-    for setup in setups:
-        for document in setup.documents:
-            edits = [
-                edit
-                for finding in findings_of(setup)
-                if finding.file == document.file
-                for edit in finding.edits
-            ]
-            text = apply(document.text, edits)
-            if text == document.text or document.file in changed:
-                continue
-            if document_of(document.file, text).content == {}:
-                continue  # then it could not be read any more
-            backup = document.file.with_name(f"{document.file.name}{BACKUP}")
-            if document.file not in mended:
-                if backup.exists():
-                    raise UsageError(f"{backup} is there already. Move it, then fix again.")
-                write_bytes(backup, document.file.read_bytes())
-            write_bytes(document.file, text.encode())
-            changed[document.file] = None
-    return list(changed)
+    Those of `keep` were changed before: what they were like stands beside them.
+    """
+    edits: dict[Path, list[Edit]] = defaultdict(list)
+    for finding in findings:
+        edits[finding.file] += finding.edits
+    changed = [file for file in edits if edits[file]]
+    for file in changed:
+        before = file.read_bytes()
+        text = before.decode("utf-8-sig")
+        backup = file.with_name(f"{file.name}{BACKUP}")
+        if file not in keep:
+            if backup.exists():
+                raise UsageError(f"{backup} is there already. Move it, then fix again.")
+            write_bytes(backup, before)
+        write_bytes(file, apply(text, edits[file]).encode())
+    return changed
 
 
 def apply(text: str, edits: Sequence[Edit]) -> str:

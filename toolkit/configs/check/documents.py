@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal, cast
 
-from toolkit.configs.check.finding import Edit, Finding, Severity
-from toolkit.configs.check.sources import version_of
+from toolkit.configs.check.finding import Edit, Finding, Place, Severity, finding_of
 from toolkit.errors import UsageError
 
 Kind = Literal["accelerate", "deepspeed", "flags"]
@@ -26,19 +23,7 @@ OF_DEEPSPEED: Final = {
     *("fp16", "bf16", "zero_allow_untested_optimizer", "gradient_clipping"),
 }
 
-LIBRARIES: Final = ("accelerate", "deepspeed", "transformers")
-
 _WANTED: Final = "Name an Accelerate YAML or a DeepSpeed JSON."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where something stands: offsets from 0, line and column from 1."""
-
-    start: int = 0
-    end: int = 0
-    line: int = 1
-    column: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,14 +79,9 @@ class Document:
         severity: Severity | None = None,
         **values: object,
     ) -> Finding:
-        """Return the finding of a case of rules.toml at the place of a key.
+        """Return the finding of a case at the place of a key; see `finding_of`.
 
-        Args:
-            case: Its rule and its name there, with a dot between.
-            keys: Of the key; `name`, `path` and `value` in the texts are its.
-            edits: What mends it.
-            severity: In place of the case's own.
-            values: For the other words in braces.
+        `name`, `path` and `value` in the texts are the key's.
         """
         name = keys[len(keys) - 1] if keys else ""
         known = {"name": name, "path": dotted(keys), "value": self.get(*keys)}
@@ -148,37 +128,6 @@ class Document:
 
 NOTHING: Final = Document(file=Path(), text="", kind="flags", content={})
 """In place of a file that is not given: it has no key."""
-
-
-@cache
-def table() -> dict[str, Any]:
-    """Return rules.toml: rules with their cases, and `facts` that they go by."""
-    return tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
-
-
-def finding_of(
-    case: str,
-    file: Path,
-    place: Place,
-    edits: tuple[Edit, ...] = (),
-    *,
-    severity: Severity | None = None,
-    **values: object,
-) -> Finding:
-    """Return the finding of a case of rules.toml at a place of a file; see `Document.found`."""
-    rule, _, name = case.partition(".")
-    words = table()[rule][name]
-    releases = {library: version_of(library) for library in LIBRARIES}
-    return Finding(
-        rule=rule,
-        severity=severity or words["severity"],
-        file=file,
-        line=place.line,
-        column=place.column,
-        text=words["text"].format_map(releases | values),
-        fix=words["fix"].format_map(releases | values),
-        edits=edits,
-    )
 
 
 def read_document(file: Path) -> Document:

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from toolkit.backends.deepspeed_json import AUTO
 from toolkit.configs.check.deepspeed_file import BATCH, without_auto
-from toolkit.configs.check.documents import Keys, dotted, table, value_at
+from toolkit.configs.check.documents import Keys, dotted, value_at
+from toolkit.configs.check.finding import table
 from toolkit.configs.check.libraries import accelerate_library, deepspeed_library
 from toolkit.configs.check.rules import findings_of, keys_of_sections
 from toolkit.configs.check.setup import Setup

@@ -7,11 +7,12 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from toolkit.configs.check.documents import Document, Entry, Keys, Place
+from toolkit.configs.check.documents import Document, Entry, Keys
+from toolkit.configs.check.finding import Place
+from toolkit.configs.check.sources import tree_of
 
 ON: Final = {"yes", "true", "t", "y", "1"}
 OFF: Final = {"no", "false", "f", "n", "0"}
@@ -45,13 +46,9 @@ def training_argument_defaults() -> dict[str, Any]:
 
 @cache
 def _fields() -> Mapping[str, ast.AnnAssign]:
-    spec = find_spec("transformers")
-    if spec is None or spec.origin is None:
-        return {}
-    source = Path(spec.origin).with_name("training_args.py")
     return {
         line.target.id: line
-        for node in ast.parse(source.read_text(encoding="utf-8")).body
+        for node in tree_of("transformers.training_args").body
         if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"
         for line in node.body
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)

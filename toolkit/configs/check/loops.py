@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from toolkit.configs.check.finding import Finding
-from toolkit.configs.check.source import ACCELERATOR, DEEPSPEED, PREPARE, Source
+from toolkit.configs.check.source import ACCELERATOR, DEEPSPEED, PREPARE, Source, keywords_of
 
 _ACCUMULATION: Final = re.compile(r"grad\w*_accum\w*|accum\w*_steps|accum\w*_iter\w*")
 _SETS_ACCUMULATION: Final = {"gradient_accumulation_steps", "gradient_accumulation_plugin"}
@@ -41,22 +41,22 @@ def _divided_twice(source: Source) -> Iterator[Finding]:
         if name == f"{ACCELERATOR}.backward":
             if (case := _by_accelerator(source, call)) is not None:
                 yield source.finding(case, division)
-        elif all(one.arg != "scale_wrt_gas" for one in call.keywords):
-            yield source.finding("loss-divided-twice: by the engine", division)
+        elif "scale_wrt_gas" not in keywords_of(call):
+            yield source.finding("loss-divided-twice.engine", division)
 
 
 def _by_accelerator(source: Source, call: ast.Call) -> str | None:
     """Return what a divided loss means, by what made the accelerator; None: it is not known."""
     assert isinstance(call.func, ast.Attribute)
     makings = source.makings(call.func.value)
-    words = [{one.arg for one in made.call.keywords} for made in makings if made.call is not None]
+    words = [keywords_of(made.call).keys() for made in makings if made.call is not None]
     if not words or any(None in one for one in words):
         return None
     if all(_SETS_ACCUMULATION & one for one in words):
-        return "loss-divided-twice"
+        return "loss-divided-twice.accelerator"
     if any(source.called(one) == f"{ACCELERATOR}.accumulate" for one in source.calls):
-        return "loss-divided-twice: by the config"
-    return None if any(_SETS_ACCUMULATION & one for one in words) else "accumulation-by-hand"
+        return "loss-divided-twice.config"
+    return None if any(_SETS_ACCUMULATION & one for one in words) else "accumulation-by-hand.steps"
 
 
 def _division(source: Source, backward: ast.Call) -> ast.AST | None:
@@ -89,12 +89,12 @@ def _optimizers(source: Source) -> Iterator[tuple[ast.Call, ast.Name]]:
     """Give the optimizers that are made of all parameters of one name, and that name."""
     for call in source.calls:
         if (source.called(call) or "").startswith(("torch.optim.", "bitsandbytes.optim.")):
-            given = call.args[:1] or [one.value for one in call.keywords if one.arg == "params"]
-            if given and (model := _parameters_of(given[0])) is not None:
+            given = call.args[0] if call.args else keywords_of(call).get("params")
+            if (model := _parameters_of(given)) is not None:
                 yield call, model
 
 
-def _parameters_of(node: ast.expr) -> ast.Name | None:
+def _parameters_of(node: ast.expr | None) -> ast.Name | None:
     """Return the name in `name.parameters()`."""
     match node:
         case ast.Call(func=ast.Attribute(value=ast.Name() as model, attr="parameters")):
@@ -113,8 +113,9 @@ def _before_adapters(source: Source) -> Iterator[Finding]:
             again = [one.lineno for one, other in made if other.id == model.id]
             here = source.scope_of(call) is source.scope_of(optimizer)
             if ast.unparse(call.args[0]) == model.id and here and max(again) < call.lineno:
-                words = {"model": model.id, "line": call.lineno}
-                yield source.finding("optimizer-before-adapters", optimizer, words)
+                yield source.finding(
+                    "optimizer-before-adapters.frozen", optimizer, model=model.id, line=call.lineno
+                )
 
 
 def _prepared_apart(source: Source) -> Iterator[Finding]:
@@ -127,7 +128,7 @@ def _prepared_apart(source: Source) -> Iterator[Finding]:
         models = [one.id for one in names if (one.id, source.scope_of(one)) in trained]
         together = len(names) < len(call.args) or any("optim" in one.id.lower() for one in names)
         if models and not together:
-            yield source.finding("prepared-apart", call, {"model": models[0]})
+            yield source.finding("prepared-apart.model", call, model=models[0])
 
 
 def _clipped_by_torch(source: Source) -> Iterator[Finding]:
@@ -139,9 +140,9 @@ def _clipped_by_torch(source: Source) -> Iterator[Finding]:
         makers = {"?"} if model is None else source.makers(model)
         if makers == {PREPARE}:
             given = ast.unparse(call.args[0])
-            yield source.finding("clipped-by-torch", call, {"parameters": given})
+            yield source.finding("clipped-by-torch.wrapped", call, parameters=given)
         elif makers == {DEEPSPEED}:
-            yield source.finding("clipped-by-torch: an engine", call)
+            yield source.finding("clipped-by-torch.engine", call)
 
 
 def _modules_of_wrappers(source: Source) -> Iterator[Finding]:
@@ -150,7 +151,7 @@ def _modules_of_wrappers(source: Source) -> Iterator[Finding]:
         match node:
             case ast.Attribute(attr="module", value=ast.Name() as model):
                 if source.makers(model) == {PREPARE} and not is_told(source, node):
-                    yield source.finding("module-of-wrapper", node, {"model": model.id})
+                    yield source.finding("module-of-wrapper.attribute", node, model=model.id)
             case _:
                 pass
 
@@ -168,12 +169,12 @@ def _shifted_twice(source: Source) -> Iterator[Finding]:
         # The inputs stand beside the labels, or in an assignment of their own.
         around = ast.walk(source.scope_of(node)) if isinstance(node, ast.Assign) else [node]
         if any(("input_ids", "::-1") in _slices(one) for one in around):
-            yield source.finding("labels-shifted-twice", node)
+            yield source.finding("labels-shifted-twice.slices", node)
 
 
 def _gives_labels(source: Source, call: ast.Call) -> bool:
     """Whether a call is that of a causal model of transformers, with labels or a whole batch."""
-    words = {one.arg for one in call.keywords}
+    words = keywords_of(call).keys()
     if not isinstance(call.func, ast.Name) or "shift_labels" in words:
         return False
     of_causal = all(_CAUSAL.fullmatch(one.by) for one in source.origins(call.func))

@@ -8,7 +8,14 @@ from typing import Final
 
 from toolkit.configs.check.finding import Finding
 from toolkit.configs.check.loops import is_told
-from toolkit.configs.check.source import ACCELERATOR, DEEPSPEED, PREPARE, Source, is_trainer_class
+from toolkit.configs.check.source import (
+    ACCELERATOR,
+    DEEPSPEED,
+    PREPARE,
+    Source,
+    is_trainer_class,
+    keywords_of,
+)
 
 _STATES: Final = {ACCELERATOR, "accelerate.PartialState", "accelerate.state.PartialState"}
 _MAIN: Final = ("is_main_process", "is_local_main_process")
@@ -48,24 +55,23 @@ def _on_one_rank(source: Source) -> Iterator[Finding]:
     """What every rank has to do together, done by the main one alone."""
     for call in source.calls:
         main = _side(source, call)
-        if main is None or any(one.arg in ("group", "process_group") for one in call.keywords):
+        if main is None or {"group", "process_group"} & keywords_of(call).keys():
             continue
-        words = {
-            "call": ast.unparse(call.func),
-            "who": "the main process alone" if main else "all but the main process",
-        }
+        case = None
         name = source.called(call) or ""
         owner, _, method = name.rpartition(".")
         of_trainer = is_trainer_class(source.library_class(owner))
         if name in _COLLECTIVES or (of_trainer and method in _OF_TRAINER):
-            if not _answered(source, call, name, main):
-                yield source.finding("on-one-rank", call, words)
+            case = None if _answered(source, call, name, main) else "call"
         elif is_told(source, call):
             continue
         elif name in _SAVES or (of_trainer and method in _SAVES_OF_TRAINER):
-            yield source.finding("on-one-rank: a save", call, words)
+            case = "save"
         elif isinstance(call.func, ast.Name) and source.makers(call.func) <= {PREPARE, DEEPSPEED}:
-            yield source.finding("on-one-rank: a model", call, words)
+            case = "model"
+        if case is not None:
+            who = "the main process alone" if main else "all but the main process"
+            yield source.finding(f"on-one-rank.{case}", call, call=ast.unparse(call.func), who=who)
 
 
 def _side(source: Source, node: ast.AST) -> bool | None:
@@ -129,7 +135,7 @@ def _states_of_shards(source: Source) -> Iterator[Finding]:
         if not isinstance(saver, ast.Call) or "save" not in ast.unparse(saver.func):
             continue
         if _is_wrapped(source, function.value) and not is_told(source, call):
-            yield source.finding("state-of-shards", call, {"call": ast.unparse(call)})
+            yield source.finding("state-of-shards.saved", call, call=ast.unparse(call))
 
 
 def _is_wrapped(source: Source, model: ast.expr) -> bool:
@@ -151,7 +157,7 @@ def _shuffled_apart(source: Source) -> Iterator[Finding]:
     """Rows that each rank puts into an order of its own, and of which each takes every N-th."""
     shuffles = [one for rows in _shared_rows(source) for one in _shuffles(source, rows) or ()]
     for call in dict.fromkeys(shuffles):
-        words = {one.arg: ast.unparse(one.value) for one in call.keywords}
+        words = {name: ast.unparse(value) for name, value in keywords_of(call).items()}
         method = ast.unparse(call.func).rpartition(".")[2]
         by_place = method == "shuffle" and call.args
         told = by_place or None in words or "generator" in words or words.get("shuffle") == "False"
@@ -159,10 +165,10 @@ def _shuffled_apart(source: Source) -> Iterator[Finding]:
             continue
         seeds = [one for one in source.calls if _seeds(source, one, call)]
         if not seeds:
-            yield source.finding("shuffled-apart", call, {"method": method})
+            yield source.finding("shuffled-apart.never", call, method=method)
         elif all(_is_conditional(source, one) for one in seeds):
-            line = {"method": method, "line": seeds[0].lineno}
-            yield source.finding("shuffled-apart: at times", call, line)
+            line = seeds[0].lineno
+            yield source.finding("shuffled-apart.sometimes", call, method=method, line=line)
 
 
 def _shared_rows(source: Source) -> Iterator[ast.expr]:
@@ -170,7 +176,8 @@ def _shared_rows(source: Source) -> Iterator[ast.expr]:
     prepares = any(source.called(one) == PREPARE for one in source.calls)
     for call in source.calls:
         if is_trainer_class(source.library_class(source.called(call) or "")):
-            yield from (one.value for one in call.keywords if one.arg in _ROWS_OF_TRAINER)
+            given = keywords_of(call)
+            yield from (given[name] for name in _ROWS_OF_TRAINER if name in given)
         elif prepares and source.dotted(call.func) in _LOADERS:
             yield from call.args[:1]
 
@@ -183,13 +190,13 @@ def _shuffles(source: Source, rows: ast.expr, steps: int = 12) -> list[ast.Call]
     match rows:
         case ast.Subscript(value=inner):
             return _shuffles(source, inner, steps)
-        case ast.Call(func=function, keywords=words):
+        case ast.Call(func=function):
             name = source.dotted(function)
             if name is None and isinstance(function, ast.Attribute):
                 before = _shuffles(source, function.value, steps)
                 own = [rows] if function.attr in ("shuffle", "train_test_split") else []
                 return None if before is None else before + own
-            streamed = any(one.arg in ("streaming", None) for one in words)
+            streamed = {"streaming", None} & keywords_of(rows).keys()
             known = name in {f"datasets.{one}" for one in _DATASETS} and not streamed
             return [] if known else None
         case ast.Name() if steps:
@@ -206,8 +213,7 @@ def _shuffles(source: Source, rows: ast.expr, steps: int = 12) -> list[ast.Call]
 
 def _seeds(source: Source, seed: ast.Call, before: ast.Call) -> bool:
     """Whether a call seeds numpy, which datasets shuffles with, alike on all ranks."""
-    by_rank = any(one.arg == "device_specific" for one in seed.keywords)
-    if source.dotted(seed.func) not in _SEEDS or by_rank:
+    if source.dotted(seed.func) not in _SEEDS or "device_specific" in keywords_of(seed):
         return False
     return source.scope_of(seed) is not source.scope_of(before) or seed.lineno < before.lineno
 
@@ -221,21 +227,21 @@ def _rows_of_samplers(source: Source) -> Iterator[Finding]:
     """A DistributedSampler that is sharded once more, or whose order never changes."""
     told = any(ast.unparse(one.func).endswith(".set_epoch") for one in source.calls)
     for loader in source.calls:
-        given = [one.value for one in loader.keywords if one.arg == "sampler"]
-        if source.dotted(loader.func) not in _LOADERS or not given:
+        given = keywords_of(loader).get("sampler")
+        if source.dotted(loader.func) not in _LOADERS or given is None:
             continue
-        makings = source.makings(given[0])
+        makings = source.makings(given)
         sampler = next((one.call for one in makings if one.by in _SAMPLERS), None)
         if sampler is None:
             continue
         prepared = [one for one in _uses(source, loader) if source.called(one[0]) == PREPARE]
         if prepared and {one.by for one in makings} <= _SAMPLERS:
-            yield source.finding("sharded-twice", prepared[0][1])
+            yield source.finding("sharded-twice.loader", prepared[0][1])
         fixed = any(ast.unparse(one) == "shuffle=False" for one in sampler.keywords)
         loops = [one for one in source.nodes if isinstance(one, ast.For)]
         again = any(_reads_again(source, loop, loader) for loop in loops)
         if again and not (prepared or fixed or told):
-            yield source.finding("epoch-not-set", sampler)
+            yield source.finding("epoch-not-set.loop", sampler)
 
 
 def _uses(source: Source, loader: ast.Call) -> Iterator[tuple[ast.Call, ast.Name]]:

@@ -8,19 +8,18 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 from toolkit import environment
 from toolkit.backends.deepspeed_json import AUTO
 from toolkit.configs.check.deepspeed_file import BATCH, all_mistakes
-from toolkit.configs.check.documents import Document, Keys, dotted, keys_of, table
-from toolkit.configs.check.finding import Finding, Severity
+from toolkit.configs.check.documents import Document, Keys, dotted, keys_of
+from toolkit.configs.check.finding import Finding, Severity, table
 from toolkit.configs.check.flags import OFF, training_argument_types
 from toolkit.configs.check.libraries import accelerate_library, deepspeed_library
 from toolkit.configs.check.setup import Setup
-from toolkit.configs.check.sources import version_of
+from toolkit.configs.check.sources import file_of, version_of
 from toolkit.configs.deepspeed_keys import IN_SECTIONS, nearest
 from toolkit.configs.requested import check_left_over
 from toolkit.errors import UsageError
@@ -321,12 +320,9 @@ def _or_none(ask: Callable[[], Any]) -> Any:
 @cache
 def _torch_names(module: str) -> frozenset[str]:
     """Return `__all__` of a module of torch, from its source."""
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return frozenset()
-    base = Path(spec.origin).parent.joinpath(*module.split(".")[1:])
-    file = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
-    names = re.search(r"^__all__ = (\[.*?\])", file.read_text(encoding="utf-8"), re.M | re.DOTALL)
+    file = file_of(module)
+    text = "" if file is None else file.read_text(encoding="utf-8")
+    names = re.search(r"^__all__ = (\[.*?\])", text, re.M | re.DOTALL)
     return frozenset() if names is None else frozenset(ast.literal_eval(names[1]))
 
 
@@ -349,14 +345,13 @@ def _wrapping(setup: Setup) -> Iterator[Finding]:
 
 def _classes_of(folder: Path) -> list[str] | None:
     """Return the classes of the architecture in a folder; None where its source is not found."""
-    spec = find_spec("transformers")
     try:
         kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
-        models = Path(str(spec and spec.origin)).parent / "models"
-        source = (models / kind / f"modeling_{kind}.py").read_text(encoding="utf-8")
     except (OSError, ValueError, KeyError):
         return None
-    return re.findall(r"^class (\w+)", source, re.MULTILINE)
+    file = file_of(f"transformers.models.{kind}.modeling_{kind}")
+    source = "" if file is None else file.read_text(encoding="utf-8")
+    return None if file is None else re.findall(r"^class (\w+)", source, re.MULTILINE)
 
 
 def _unfilled_auto(setup: Setup) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from toolkit.backends.deepspeed_json import AUTO
-from toolkit.configs.check.documents import table
+from toolkit.configs.check.finding import table
 from toolkit.configs.check.libraries import accelerate_library, deepspeed_library
 from toolkit.configs.check.sources import version_of
 from toolkit.configs.deepspeed_keys import TOP_LEVEL

@@ -11,12 +11,13 @@ import difflib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from toolkit.configs.check import loops, ranks
-from toolkit.configs.check.finding import Edit, Finding
-from toolkit.configs.check.signatures import LIBRARIES, lacks, parameters, release, renamed
-from toolkit.configs.check.source import LOCAL, Source, findings, is_trainer_class
+from toolkit.configs.check.finding import Edit, Finding, Place, finding_of
+from toolkit.configs.check.signatures import LIBRARIES, lacks, parameters, renamed
+from toolkit.configs.check.source import LOCAL, Source, is_trainer_class
+from toolkit.configs.check.sources import version_of
 
 COUNT: Final = "num_items_in_batch"
 _LOADING: Final = "transformers.PreTrainedModel.from_pretrained"
@@ -41,11 +42,10 @@ def check_script(path: Path, *, flags: Sequence[str] = ()) -> list[Finding]:
             HfArgumentParser or TrlParser.
     """
     try:
-        source = Source(path, path.read_text("utf-8"))
+        source = Source(path, path.read_bytes().decode("utf-8-sig"))
     except (SyntaxError, UnicodeDecodeError) as error:
-        line, said = getattr(error, "lineno", None) or 1, findings()["not-python"]
-        said |= {"text": said["text"].format(error=error)}
-        return [Finding(rule="not-python", file=path, line=line, column=1, **said)]
+        place = Place(line=getattr(error, "lineno", None) or 1)
+        return [finding_of("unreadable.text", path, place, kind="Python", reason=error)]
     found = [finding for rule in RULES for finding in rule(source)]
     found += _flags_nobody_takes(source, flags)
     return sorted({*found}, key=lambda one: (one.line, one.column, one.rule))
@@ -60,20 +60,18 @@ def _missing_names(source: Source) -> Iterator[Finding]:
             continue
         for alias in node.names:
             if alias.name != "*" and lacks(node.module, alias.name):
-                since, new, otherwise = _since(node.module, alias.name)
-                fix = new or otherwise or "Remove it, or install the release that had it."
-                words = {"name": alias.name, "since": since, "fix": fix}
-                words |= {"library": node.module, "release": release(node.module)}
-                yield source.finding("missing-name", alias, words)
+                words = _since(node.module, alias.name, "Remove it, or install an older release.")
+                words |= {"library": node.module, "release": version_of(node.module)}
+                yield source.finding("missing-name.import", alias, name=alias.name, **words)
 
 
-def _since(of: str, name: str) -> tuple[str, str, str]:
-    """Return since when a name is gone, what took its place, and what to do where nothing did."""
+def _since(of: str, name: str, otherwise: str) -> dict[str, Any]:
+    """Return since when a name is gone and what took its place, or else what to do, as words."""
     known = renamed(of, name)
     if known is None:
-        return "", "", ""
-    new = f"Now: {known.new}." if known.new else ""
-    return f" (gone by {known.since})", new, "Remove it: nothing took its place."
+        return {"since": "", "fix": otherwise}
+    new = f"Now: {known.new}." if known.new else "Remove it: nothing took its place."
+    return {"since": f" (gone by {known.since})", "fix": new}
 
 
 def _unknown_arguments(source: Source) -> Iterator[Finding]:
@@ -85,21 +83,22 @@ def _unknown_arguments(source: Source) -> Iterator[Finding]:
         taken = parameters(name, of_class=source.dotted(call.func) is not None)
         of = _LOADING if _LOADS_MODEL.fullmatch(name) else name
         library, _, rest = name.partition(".")
-        what = f"{rest} of {library} {release(library)}"
+        what = f"{rest} of {library} {version_of(library)}"
         for word in call.keywords:
             refused = word.arg not in taken.names if taken else of in _HANDING_ON
             if word.arg and refused and (taken or renamed(of, word.arg)):
                 near = difflib.get_close_matches(word.arg, taken.names if taken else (), 1, 0.75)
-                since, new, otherwise = _since(of, word.arg)
-                fix = new or otherwise or (f"Did you mean {near[0]}?" if near else "Remove it.")
-                words = {"what": what, "name": word.arg, "since": since, "fix": fix}
+                words = _since(of, word.arg, f"Did you mean {near[0]}?" if near else "Remove it.")
                 edits = _renaming(source, word, of)
-                yield source.finding("unknown-argument", word, words, edits=edits)
+                yield source.finding(
+                    "unknown-argument.name", word, edits, what=what, name=word.arg, **words
+                )
         starred = any(isinstance(argument, ast.Starred) for argument in call.args)
-        if taken and not starred and len(call.args) > taken.positional:
-            words = {"what": what, "taken": taken.positional, "given": len(call.args)}
-            too_many = call.args[taken.positional]
-            yield source.finding("unknown-argument: too many", too_many, words)
+        if taken and not starred and len(call.args) > (most := taken.positional):
+            given, too_many = len(call.args), call.args[most]
+            yield source.finding(
+                "unknown-argument.places", too_many, what=what, taken=most, given=given
+            )
 
 
 def _renaming(source: Source, word: ast.keyword, of: str) -> tuple[Edit, ...]:
@@ -107,7 +106,7 @@ def _renaming(source: Source, word: ast.keyword, of: str) -> tuple[Edit, ...]:
     known = renamed(of, word.arg or "")
     if known is None or not known.new.isidentifier():
         return ()
-    start = source.offset(word.lineno, word.col_offset)
+    start = source.place(word).start
     return (Edit(start=start, end=start + len(word.arg or ""), text=known.new),)
 
 
@@ -129,7 +128,7 @@ def _flags_nobody_takes(source: Source, flags: Sequence[str]) -> Iterator[Findin
                 known = [one.new for name in classes if (one := renamed(name, word))]
                 near = known or difflib.get_close_matches(word, taken or (), n=1)
                 fix = f"Now: --{near[0]}." if near and near[0] else "Leave it out."
-                yield source.finding("unknown-flag", call, {"name": word, "fix": fix})
+                yield source.finding("unknown-flag.parser", call, name=word, fix=fix)
 
 
 def _classes(source: Source, classes: ast.expr) -> list[str]:
@@ -165,13 +164,13 @@ def _losses_without_count(source: Source) -> Iterator[Finding]:
             names = {one.arg for one in (*method.args.args, *method.args.kwonlyargs)}
             rest = method.args.kwarg
             if COUNT not in names and rest is None:
-                yield source.finding("loss-without-count", method)
+                yield source.finding("loss-without-count.taken", method)
             words = {COUNT} if rest is None else {COUNT, rest.arg}
             used = any(isinstance(one, ast.Name) and one.id in words for one in ast.walk(method))
             told = any(word in ast.unparse(class_) for word in _SAYS_SCALED)
             plain = base in ("transformers.Trainer", "transformers.Seq2SeqTrainer")
             if plain and not used and not told and (COUNT in names or rest is not None):
-                yield source.finding("loss-without-count: not used", method)
+                yield source.finding("loss-without-count.used", method)
 
 
 RULES: Final[tuple[Callable[[Source], Iterator[Finding]], ...]] = (

@@ -7,37 +7,25 @@ a script names are parsed.
 from __future__ import annotations
 
 import ast
-import importlib.metadata
-import importlib.util
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+from toolkit.configs.check.sources import FULL_EXPORTS, Definition, file_of, names_of, tree_of
 
 LIBRARIES: Final = ("transformers", "trl", "accelerate", "peft", "datasets")
 """Those whose names and arguments are judged."""
 
 RENAMES: Final = Path(__file__).with_name("renames.toml")
 
-FULL_EXPORTS: Final = ("trl", "accelerate", "peft", "datasets")
-"""Libraries whose `__init__` names all that can be imported from them; that of transformers finds
-the names of its models at run time."""
-
-TRANSPARENT: Final = frozenset(
-    {
-        "dataclass",
-        "staticmethod",
-        "classmethod",
-        "abstractmethod",
-        "requires",
-        "add_start_docstrings",
-    }
-)
+TRANSPARENT: Final = {
+    *("dataclass", "staticmethod", "classmethod", "abstractmethod"),
+    *("requires", "add_start_docstrings"),
+}
 """Decorators that leave the arguments as they stand."""
-
-Definition = ast.ClassDef | ast.FunctionDef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,22 +78,12 @@ def gone(owner: str, old: str) -> Rename | None:
     return next((found for of in tries if (found := renamed(of, old)) is not None), None)
 
 
-@cache
-def release(library: str) -> str | None:
-    """Return the installed release of a library; None if it is not installed."""
-    try:
-        return importlib.metadata.version(library)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def lacks(module: str, name: str) -> bool:
     """Whether an installed library certainly has no such name to import from its top."""
-    content = _module(module) if module in LIBRARIES else None
-    if content is None:
+    if module not in LIBRARIES or file_of(module) is None:
         return False
     if module in FULL_EXPORTS:
-        return name not in _exports(module) and _submodule(module, name) is None
+        return name not in _exports(module) and file_of(f"{module}.{name}") is None
     return renamed(module, name) is not None and name not in _exports(module)
 
 
@@ -219,7 +197,7 @@ def _look_up(module: str, name: str) -> tuple[str, Definition] | None:
     seen: set[tuple[str, str]] = set()
     while module.partition(".")[0] in LIBRARIES and (module, name) not in seen:
         seen.add((module, name))
-        entry = _names(module).get(name)
+        entry = names_of(module).get(name)
         if entry is None or not isinstance(entry, tuple):
             return None if entry is None else (module, entry)
         module, name = entry
@@ -227,72 +205,10 @@ def _look_up(module: str, name: str) -> tuple[str, Definition] | None:
 
 
 @cache
-def _names(module: str) -> dict[str, Definition | tuple[str, str]]:
-    """Return what a module defines, and what it imports: the module and the name there."""
-    found: dict[str, Definition | tuple[str, str]] = {}
-    content = _module(module)
-    if content is None:
-        return found
-    path, tree = content
-    for node in _statements(tree.body):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            found[node.name] = node
-        elif isinstance(node, ast.ImportFrom):
-            steps = module.split(".")
-            if node.level:
-                kept = len(steps) - node.level + (path.name == "__init__.py")
-                source = ".".join([*steps[:kept], *([node.module] if node.module else [])])
-            else:
-                source = node.module or ""
-            for alias in node.names:
-                # Those of transformers are its models, thousands of files.
-                followed = alias.name == "*" and module.partition(".")[0] in FULL_EXPORTS
-                everything = _names(source) if followed else ()
-                found.update({name: (source, name) for name in everything if name not in found})
-                found.setdefault(alias.asname or alias.name, (source, alias.name))
-    return found
-
-
-def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Give the statements of a module, those under its conditions too."""
-    for node in body:
-        yield node
-        if isinstance(node, ast.If | ast.Try):
-            yield from _statements(node.body)
-            yield from _statements(node.orelse)
-
-
-@cache
 def _exports(module: str) -> frozenset[str]:
     """Return what the text of a module names: defined, imported, or listed for a lazy import."""
-    content = _module(module)
-    if content is None:
-        return frozenset()
-    named = {node.value for node in ast.walk(content[1]) if isinstance(node, ast.Constant)}
-    assigned = {node.id for node in ast.walk(content[1]) if isinstance(node, ast.Name)}
-    return frozenset({one for one in named if isinstance(one, str)} | assigned | {*_names(module)})
-
-
-@cache
-def _module(module: str) -> tuple[Path, ast.Module] | None:
-    """Return the file of a module and what stands in it."""
-    library, _, rest = module.partition(".")
-    root = _root(library)
-    path = None if root is None else _submodule(library, rest)
-    return None if path is None else (path, ast.parse(path.read_bytes()))
-
-
-def _submodule(library: str, rest: str) -> Path | None:
-    root = _root(library)
-    if root is None:
-        return None
-    place = root.joinpath(*rest.split(".")) if rest else root
-    tries = (place / "__init__.py", place.with_suffix(".py"))
-    return next((path for path in tries if path.is_file()), None)
-
-
-@cache
-def _root(library: str) -> Path | None:
-    """Return the folder of an installed library, which is not imported for it."""
-    spec: Any = importlib.util.find_spec(library)
-    return Path(spec.origin).parent if spec is not None and spec.origin else None
+    nodes = [*ast.walk(tree_of(module))]
+    named = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    assigned = {node.id for node in nodes if isinstance(node, ast.Name)}
+    texts = {one for one in named if isinstance(one, str)}
+    return frozenset(texts | assigned | {*names_of(module)})

@@ -7,16 +7,15 @@ that could be several things, or comes from elsewhere, stands for nothing: rules
 from __future__ import annotations
 
 import ast
-import tomllib
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, cast
 
-from toolkit.configs.check.finding import Edit, Finding
+from toolkit.configs.check.finding import Edit, Finding, Place, finding_of
 
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -127,38 +126,22 @@ class Source:
         return {node.name: node for node in self.nodes if isinstance(node, ast.ClassDef)}
 
     @cached_property
-    def _line_starts(self) -> list[int]:
-        starts = [0]
-        for line in self.text.splitlines(keepends=True):
-            starts.append(starts[-1] + len(line))
-        return starts
+    def _lines(self) -> list[str]:
+        """The lines with their ends, as Python counts them."""
+        return re.split(r"(?<=\n)|(?<=\r)(?!\n)", self.text)
 
-    def offset(self, line: int, column: int) -> int:
-        """Return the characters before a place; the column counts bytes of UTF-8, as in `ast`."""
-        start = self._line_starts[line - 1]
-        before = self.text[start : self._line_starts[line]].encode()[:column]
-        return start + len(before.decode())
+    def place(self, node: ast.AST) -> Place:
+        """Return the place of a node, whose columns count bytes of UTF-8."""
+        line, column = _position(node)
+        before = len(self._lines[line - 1].encode()[:column].decode())
+        start = sum(map(len, self._lines[: line - 1])) + before
+        return Place(start=start, line=line, column=before + 1)
 
     def finding(
-        self,
-        case: str,
-        node: ast.AST,
-        words: Mapping[str, object] = MappingProxyType({}),
-        *,
-        edits: tuple[Edit, ...] = (),
+        self, case: str, node: ast.AST, edits: tuple[Edit, ...] = (), **words: Any
     ) -> Finding:
-        """Return a finding of the table at a node, with these words filled in."""
-        said, (line, column) = findings()[case], _position(node)
-        return Finding(
-            rule=case.partition(":")[0],
-            severity=said["severity"],
-            file=self.path,
-            line=line,
-            column=self.offset(line, column) - self._line_starts[line - 1] + 1,
-            text=said["text"].format_map(words),
-            fix=said["fix"].format_map(words),
-            edits=edits,
-        )
+        """Return the finding of a case of rules.toml at a node; see `finding_of`."""
+        return finding_of(case, self.path, self.place(node), edits, **words)
 
     # Names
 
@@ -290,9 +273,9 @@ class Source:
         for call in self.calls:
             if not isinstance(call.func, ast.Name) or call.func.id != function.name:
                 continue
-            named = [one.value for one in call.keywords if one.arg == argument.arg]
+            named = keywords_of(call).get(argument.arg)
             at = names.index(argument.arg) if argument.arg in names else len(call.args)
-            values += named or call.args[at : at + 1]
+            values += call.args[at : at + 1] if named is None else [named]
         return values
 
     def base_names(self, class_: ast.ClassDef) -> list[str]:
@@ -313,12 +296,6 @@ class Source:
         return maker if class_ is None else next(iter(self.base_names(class_)), "?")
 
 
-@cache
-def findings() -> dict[str, Any]:
-    """Return what the rules say, by the rule's name and, after a colon, the case."""
-    return tomllib.loads(Path(__file__).with_name("scripts.toml").read_text("utf-8"))
-
-
 LOCAL: Final = "<here>."
 """Before the name of a class of the file itself."""
 
@@ -326,6 +303,11 @@ ACCELERATOR: Final = "accelerate.Accelerator"
 PREPARE: Final = f"{ACCELERATOR}.prepare"
 DEEPSPEED: Final = "deepspeed.initialize"
 WRAPPERS: Final = (PREPARE, f"{ACCELERATOR}.unwrap_model", "peft.get_peft_model")
+
+
+def keywords_of(call: ast.Call) -> dict[str | None, ast.expr]:
+    """Return the arguments of a call that are given by name; None: `**` of others."""
+    return {one.arg: one.value for one in call.keywords}
 
 
 def is_trainer_class(name: str) -> bool:

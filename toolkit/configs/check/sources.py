@@ -14,7 +14,7 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.machinery import SourceFileLoader
 from importlib.metadata import PackageNotFoundError, version
@@ -28,6 +28,12 @@ REAL: Final = {"yaml", "packaging", "pydantic", "typing_extensions"}
 
 QUIET: Final = {"logging", "warnings", "socket", "subprocess"}
 """Modules of the standard library that a check must not use: they speak, or reach outside."""
+
+FULL_EXPORTS: Final = ("trl", "accelerate", "peft", "datasets")
+"""Libraries whose `__init__` names all that can be imported from them; that of transformers finds
+the names of its models at run time."""
+
+Definition = ast.ClassDef | ast.FunctionDef
 
 
 class StandIn(type):
@@ -77,7 +83,6 @@ class Sources:
     def __init__(self, library: str, stand_ins: Mapping[str, Any]) -> None:
         self._packages = {library}
         self._modules: dict[str, Any] = dict(stand_ins)
-        self._members: dict[str, dict[str, tuple[str, str]]] = {}
         self._builtins = vars(builtins) | {"__import__": self._import, "open": self._open}
         self.environ: dict[str, str] = {}
         """Variables, as the library sees them."""
@@ -109,7 +114,7 @@ class Sources:
     def load(self, name: str) -> Any:
         """Return a module; a package is never executed, and has its modules' names only."""
         if name not in self._modules:
-            path = _file_of(name)
+            path = file_of(name)
             if path is None:
                 top = name.partition(".")[0]
                 is_there = find_spec(top) is not None
@@ -132,14 +137,12 @@ class Sources:
     def _member(self, package: ModuleType, name: str) -> Any:
         """Return a package's module, or what its `__init__` takes from one."""
         inner = f"{_name_of(package)}.{name}"
-        if inner in self._modules or _file_of(inner) is not None:
+        if inner in self._modules or file_of(inner) is not None:
             return self.load(inner)
-        if package.__name__ not in self._members:
-            self._members[package.__name__] = _members(Path(str(package.__file__)))
-        if name not in self._members[package.__name__]:
+        entry = names_of(_name_of(package)).get(name)
+        if not isinstance(entry, tuple) or entry[0].partition(".")[0] not in self._packages:
             return stand_in(inner)
-        module, original = self._members[package.__name__][name]
-        return self.get(f"{_name_of(package)}{module}", original)
+        return self.get(*entry)
 
     def _import(
         self,
@@ -188,7 +191,8 @@ def version_of(library: str) -> str | None:
 
 
 @cache
-def _file_of(name: str) -> Path | None:
+def file_of(name: str) -> Path | None:
+    """Return the file of a module of an installed library; None for none."""
     top, *rest = name.split(".")
     spec = find_spec(top)
     if spec is None or spec.origin is None:
@@ -198,11 +202,41 @@ def _file_of(name: str) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def _members(file: Path) -> dict[str, tuple[str, str]]:
-    """Return the names that a package takes from its modules: the module, and the name there."""
-    return {
-        alias.asname or alias.name: (f".{node.module}" if node.module else "", alias.name)
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and node.level == 1
-        for alias in node.names
-    }
+@cache
+def tree_of(name: str) -> ast.Module:
+    """Return what stands in the file of a module; an empty one where there is none."""
+    file = file_of(name)
+    return ast.parse("" if file is None else file.read_bytes())
+
+
+@cache
+def names_of(module: str) -> dict[str, Definition | tuple[str, str]]:
+    """Return what a module defines, and what it imports: the module and the name there."""
+    found: dict[str, Definition | tuple[str, str]] = {}
+    is_package = file_of(f"{module}.__init__") is not None
+    for node in _statements(tree_of(module).body):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found[node.name] = node
+        elif isinstance(node, ast.ImportFrom):
+            steps = module.split(".")
+            if node.level:
+                kept = len(steps) - node.level + is_package
+                source = ".".join([*steps[:kept], *([node.module] if node.module else [])])
+            else:
+                source = node.module or ""
+            for alias in node.names:
+                # Those of transformers are its models, thousands of files.
+                followed = alias.name == "*" and module.partition(".")[0] in FULL_EXPORTS
+                everything = names_of(source) if followed else ()
+                found.update({name: (source, name) for name in everything if name not in found})
+                found.setdefault(alias.asname or alias.name, (source, alias.name))
+    return found
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Give the statements of a module, those under its conditions too."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try):
+            yield from _statements(node.body)
+            yield from _statements(node.orelse)

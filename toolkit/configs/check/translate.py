@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from toolkit.configs.check.command import apply
-from toolkit.configs.check.documents import NOTHING, Document, table
-from toolkit.configs.check.finding import Edit
+from toolkit.configs.check.documents import NOTHING, Document
+from toolkit.configs.check.finding import Edit, table
 from toolkit.configs.check.rules import keys_of_sections
 from toolkit.configs.check.setup import read_setups
 from toolkit.errors import UsageError
