@@ -256,7 +256,7 @@ class TrainCommand:
         if options.config is not None:
             if not options.config.is_file():
                 raise UsageError(f"--config {options.config} is not there: check the path.")
-            refuse_errors([options.config], os.environ)
+            refuse_errors([options.config], os.environ, num_processes=options.num_processes)
             self._settle("run")
             self._prepare([] if gpus else ["--rehearsal"])
             hidden = visible_gpus(single=False, rehearsal=not gpus)

@@ -13,13 +13,17 @@ from toolkit.configs.check.finding import Edit, Finding, table
 from toolkit.configs.check.flags import flags_document
 from toolkit.configs.check.rules import findings_of
 from toolkit.configs.check.scripts import check_script
-from toolkit.configs.check.setup import read_setups
+from toolkit.configs.check.setup import Setup, read_setups
 from toolkit.errors import UsageError
 from toolkit.escaping import one_line
 from toolkit.files import write_bytes
 
 SCHEMA: Final = 1
 BACKUP: Final = ".before-fix"
+UNKNOWN: Final = "unknown-key"
+REFUSED: Final = ("old-fsdp",)
+"""Rules whose findings end a launch of the toolkit's whatever their severity."""
+
 ROUNDS: Final = 5
 """How often repairs are made: one may show another."""
 
@@ -64,6 +68,7 @@ def check(
     *,
     script: Path | None = None,
     environ: Mapping[str, str],
+    num_processes: int | None = None,
     fix: bool = False,
 ) -> Report:
     """Check config files, flags of a training and its script together.
@@ -73,6 +78,7 @@ def check(
         flags: Words of the command behind the script's name.
         script: It is read, and not run.
         environ: Variables of the shell that would launch.
+        num_processes: The launcher's flag, which counts before a YAML.
         fix: Make the repairs that are certain, and check again.
 
     Raises:
@@ -83,9 +89,14 @@ def check(
     of_flags = flags_document(flags) if flags else NOTHING
 
     def judge() -> tuple[list[Finding], list[str]]:
-        setups = read_setups(files, of_flags, environ) if files or flags else []
+        setups: list[Setup] = []
+        if files or flags:
+            setups = read_setups(files, of_flags, environ, num_processes=num_processes)
         findings = [finding for setup in setups for finding in findings_of(setup)]
-        findings += [] if script is None else check_script(script, flags=flags)
+        if script is not None:
+            # Which flags there are is known of a script that makes its parser of known classes.
+            findings = [one for one in findings if one.file != of_flags.file or one.rule != UNKNOWN]
+            findings += check_script(script, flags=flags)
         not_judged = [what for setup in setups for what in setup.not_judged]
         return list(dict.fromkeys(findings)), list(dict.fromkeys(not_judged))
 
@@ -97,10 +108,12 @@ def check(
     return Report(findings=findings, not_judged=not_judged, fixed=list(fixed))
 
 
-def refuse_errors(files: Sequence[Path], environ: Mapping[str, str]) -> None:
-    """Raise UsageError that names every error in the config files of a launch."""
-    found = check(files, environ=environ).findings
-    errors = [one for one in found if one.severity == "error"]
+def refuse_errors(
+    files: Sequence[Path], environ: Mapping[str, str], *, num_processes: int | None = None
+) -> None:
+    """Raise UsageError that names every error in the config files of a launch, or FSDP1."""
+    found = check(files, environ=environ, num_processes=num_processes).findings
+    errors = [one for one in found if one.severity == "error" or one.rule in REFUSED]
     if errors:
         said = " ".join(f"{one.file}:{one.line}: {one.text} {one.fix}" for one in errors)
         raise UsageError(f"{said} (toolkit check says more.)")

@@ -74,6 +74,7 @@ def finding_of(
     file: Path,
     place: Place,
     edits: tuple[Edit, ...] = (),
+    /,  # a text may have words of these names
     *,
     severity: Severity | None = None,
     **values: object,

@@ -6,6 +6,7 @@ import ast
 import difflib
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -278,7 +279,10 @@ def _of_other_fsdp(yaml: Document, plugin: Any) -> Iterator[Finding]:
                 same = (value in ("1", "FULL_SHARD")) == plugin.reshard_after_forward
             case = "ignored-key.fsdp1-same" if same else "ignored-key.fsdp1"
             yield yaml.found(case, keys, yaml.remove(keys), does=facts["does"])
-    elif plugin is not None and reshard is not None:
+    elif plugin is not None:
+        keys = ("fsdp_config", "fsdp_version")
+        yield yaml.found("old-fsdp.version", keys, file=shlex.quote(str(yaml.file)))
+    if plugin is not None and plugin.fsdp_version == 1 and reshard is not None:
         value, strategy = str(yaml.get(*reshard)).upper(), plugin.sharding_strategy.name
         same = value in (strategy, "TRUE")
         edits = yaml.rename(reshard, "fsdp_sharding_strategy") if value != "TRUE" else ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -110,8 +110,16 @@ class Setup:
         return self.flags.content.get(name)
 
 
-def read_setups(files: Sequence[Path], flags: Document, environ: Mapping[str, str]) -> list[Setup]:
+def read_setups(
+    files: Sequence[Path],
+    flags: Document,
+    environ: Mapping[str, str],
+    *,
+    num_processes: int | None = None,
+) -> list[Setup]:
     """Return a launch for each Accelerate YAML, and for each JSON that none of them names.
+
+    `num_processes` is the flag of the launcher, which counts before a YAML.
 
     Raises:
         UsageError: a file is not there, or no config.
@@ -122,6 +130,9 @@ def read_setups(files: Sequence[Path], flags: Document, environ: Mapping[str, st
     named: set[Path] = set()
     for document in documents:
         if document.kind == "accelerate":
+            if num_processes is not None:
+                content = document.content | {"num_processes": num_processes}
+                document = replace(document, content=content)
             setup = Setup(accelerate=document, flags=flags, environ=environ)
             name_json(setup)
             if setup.deepspeed:
