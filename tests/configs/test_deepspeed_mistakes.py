@@ -5,8 +5,13 @@ import json
 
 import pytest
 
-from toolkit.configs.deepspeed_keys import IN_SECTIONS, TOP_LEVEL, mistakes_by_key
-from toolkit.configs.requested import DEEPSPEED_FILE, read_deepspeed_config, requested_strategy
+from toolkit.configs.check.deepspeed_file import IN_SECTIONS, TOP_LEVEL, all_mistakes
+from toolkit.configs.requested import (
+    DEEPSPEED_FILE,
+    deepspeed_strategy,
+    read_deepspeed_config,
+    requested_strategy,
+)
 from toolkit.errors import UsageError
 from toolkit.strategies import STRATEGIES
 
@@ -94,12 +99,12 @@ def test_the_table_of_keys_is_what_deepspeed_looks_up():
 
 def test_a_section_that_deepspeed_reads_for_other_models_alone_is_refused_where_it_asks_for_more():
     defaults = {"partition_activations": False, "number_checkpoints": None}
-    assert mistakes_by_key({"activation_checkpointing": defaults}) == {}
+    assert all_mistakes({"activation_checkpointing": defaults}) == []
     asked = {"activation_checkpointing": defaults | {"cpu_checkpointing": True}}
-    (mistake,) = mistakes_by_key(asked)["activation_checkpointing"]
-    assert "has no effect" in mistake
-    assert "models that call deepspeed.checkpointing" in mistake
-    assert "--gradient_checkpointing" in mistake
+    (mistake,) = all_mistakes(asked)
+    assert "has no effect" in mistake.text
+    assert "models that call deepspeed.checkpointing" in mistake.text
+    assert "--gradient_checkpointing" in mistake.text
 
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name.startswith("zero")])
@@ -109,7 +114,7 @@ def test_no_bundled_file_has_a_mistake(name, root):
 
 
 def test_the_examples_of_the_docs_have_no_mistake():
-    assert mistakes_by_key(OF_THE_DOCS) == {}
+    assert all_mistakes(OF_THE_DOCS) == []
 
 
 @pytest.mark.parametrize(
@@ -174,8 +179,10 @@ def test_a_strategy_that_cannot_be_read_is_a_sentence(zero, tmp_path):
         "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file",
         DEEPSPEED_FILE: str(file),
     }
-    with pytest.raises(UsageError, match="needs a stage from 0 to 3, and an object for"):
+    with pytest.raises(UsageError, match=r"mine.json: zero_optimization.(stage|offload_param) is "):
         requested_strategy(asked)
+    with pytest.raises(UsageError, match="needs a stage from 0 to 3, and an object for"):
+        deepspeed_strategy({"zero_optimization": zero})
 
 
 def test_a_file_of_bytes_is_no_json(tmp_path):

@@ -162,7 +162,7 @@ def test_fields_in_the_yaml_are_the_config_that_accelerate_makes_of_them(
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "three", "needs a stage from 0 to 3"),
+        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "three", "zero_optimization.stage is 'three'"),
         ("ACCELERATE_GRADIENT_CLIPPING", "much", "deepspeed_config in the YAML: gradient_clipping"),
     ],
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from toolkit.backends import backend_of
 from toolkit.backends.deepspeed_json import AUTO
-from toolkit.configs.deepspeed_keys import mistakes_by_key
+from toolkit.configs.check.deepspeed_file import all_mistakes
 from toolkit.errors import UsageError
 from toolkit.strategies import ALL_RANKS, DTYPES, STRATEGIES, Device, Strategy
 
@@ -232,17 +232,10 @@ def asks_for_deepspeed(environ: Mapping[str, str]) -> bool:
     return _is_true(environ, "ACCELERATE_USE_DEEPSPEED")
 
 
-def read_deepspeed_config(
-    environ: Mapping[str, str],
-    *,
-    check_sections: Callable[[Mapping[str, Any]], list[str]] | None = None,
-) -> dict[str, Any]:
+def read_deepspeed_config(environ: Mapping[str, str]) -> dict[str, Any]:
     """Return the DeepSpeed JSON that the launcher named, or the YAML's own fields as one.
 
-    Args:
-        environ: Of the rank.
-        check_sections: Returns the mistakes that only DeepSpeed itself finds, where it can be
-            imported: `toolkit.engines.deepspeed_config`.
+    `environ` is that of the rank.
 
     Raises:
         UsageError: the file isn't there, isn't JSON, or has entries that DeepSpeed would ignore or
@@ -264,10 +257,7 @@ def read_deepspeed_config(
     if not isinstance(content, dict):
         raise UsageError(f"{name} holds no JSON object. Fix it, or generate it anew.")
     config = cast("dict[str, Any]", content)
-    wrong = mistakes_by_key(config)
-    mistakes += [mistake for of_key in wrong.values() for mistake in of_key]
-    if check_sections is not None:
-        mistakes += check_sections({key: config[key] for key in config if key not in wrong})
+    mistakes += [mistake.text for mistake in all_mistakes(config)]
     if mistakes:
         raise UsageError(f"{name}: {'; '.join(mistakes)}. Fix it, or generate it anew.")
     return config

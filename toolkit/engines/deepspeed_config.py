@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.backends.deepspeed_json import NVME_PATH, FittedConfig, fit_to_run
-from toolkit.configs.check.deepspeed_file import section_mistakes
 from toolkit.configs.requested import DEEPSPEED_FILE, INLINE_FIELDS, read_deepspeed_config
 from toolkit.environment import check_installed, has_compiler
 from toolkit.errors import UsageError
@@ -22,7 +21,7 @@ _given_to_accelerate = ""
 
 
 def checked_deepspeed_config(file: str | None = None) -> dict[str, Any]:
-    """Return the DeepSpeed config that the launcher requests, checked by DeepSpeed itself as well.
+    """Return the DeepSpeed config that the launcher requests, or another one, checked.
 
     Args:
         file: A config to read instead: its path, or itself as base64.
@@ -32,7 +31,7 @@ def checked_deepspeed_config(file: str | None = None) -> dict[str, Any]:
     """
     check_installed("deepspeed")
     environ = os.environ if file is None else {DEEPSPEED_FILE: file}
-    return read_deepspeed_config(environ, check_sections=section_mistakes)
+    return read_deepspeed_config(environ)
 
 
 def use_deepspeed_config(config: dict[str, Any], **fit: Any) -> list[str]:

@@ -8,14 +8,13 @@ from enum import Enum
 from typing import Any, Final
 
 from toolkit.backends.deepspeed_json import AUTO
-from toolkit.configs.check.deepspeed_file import BATCH, without_auto
+from toolkit.configs.check.deepspeed_file import BATCH, TOP_LEVEL, without_auto
 from toolkit.configs.check.documents import Keys, dotted, value_at
 from toolkit.configs.check.finding import table
 from toolkit.configs.check.libraries import accelerate_library, deepspeed_library
 from toolkit.configs.check.rules import findings_of, keys_of_sections
 from toolkit.configs.check.setup import Setup
 from toolkit.configs.check.sources import StandIn, version_of
-from toolkit.configs.deepspeed_keys import TOP_LEVEL
 
 OF_PLUGIN: Final = {"transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap"}
 """Keys of fsdp_config whose names the plugin of accelerate 1.15 does not keep."""

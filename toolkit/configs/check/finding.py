@@ -69,6 +69,12 @@ def table() -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
 
 
+@cache
+def named(kind: str) -> frozenset[str]:
+    """Return the full names that the rules on scripts know of a kind."""
+    return frozenset(table()["facts"]["names"][kind])
+
+
 def finding_of(
     case: str,
     file: Path,

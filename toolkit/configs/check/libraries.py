@@ -11,25 +11,10 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any, Final
 
+from toolkit.configs.check.finding import table
 from toolkit.configs.check.sources import Sources, StandIn, stand_in, version_of
 
 JSON_NAME: Final = "deepspeed_config_file"
-
-_NOT_NEEDED: Final = {
-    "accelerate": (
-        *("accelerate.commands.config.config_utils", "accelerate.commands.config.default"),
-        *("accelerate.commands.menu", "accelerate.logging", "accelerate.optimizer"),
-        *("accelerate.scheduler", "accelerate.state", "accelerate.utils.modeling"),
-        *("accelerate.utils.operations", "accelerate.utils.transformer_engine"),
-    ),
-    "deepspeed": (
-        *("deepspeed.accelerator", "deepspeed.autotuning.config", "deepspeed.comm"),
-        *("deepspeed.inference.config", "deepspeed.runtime.utils", "deepspeed.utils"),
-    ),
-    "torch": ("torch", "torch.nn.modules.batchnorm"),
-    "transformers": ("transformers.dependency_versions_check", "transformers.utils"),
-}
-"""Modules that the readers of configs import and that read none themselves."""
 
 _DTYPES: Final = ("float16", "bfloat16", "float32", "int8")
 
@@ -243,7 +228,7 @@ _HF_CONFIG: Final = "accelerate.utils.deepspeed"
 
 
 def _sources(library: str) -> Sources:
-    names: Sequence[str] = _NOT_NEEDED[library]
+    names: Sequence[str] = table()["facts"]["not_needed"][library]
     return Sources(library, {name: stand_in(name) for name in names})
 
 

@@ -7,12 +7,11 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from toolkit.configs.check.finding import Finding
+from toolkit.configs.check.finding import Finding, named
 from toolkit.configs.check.source import ACCELERATOR, DEEPSPEED, PREPARE, Source, keywords_of
 
 _ACCUMULATION: Final = re.compile(r"grad\w*_accum\w*|accum\w*_steps|accum\w*_iter\w*")
 _SETS_ACCUMULATION: Final = {"gradient_accumulation_steps", "gradient_accumulation_plugin"}
-_CLIP: Final = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_")
 _CAUSAL: Final = re.compile(r"transformers\.\w*(?:ForCausalLM|LMHeadModel)(?:\.from_\w+)?")
 _OWN_LOSS: Final = ("cross_entropy", "CrossEntropyLoss", "NLLLoss", "nll_loss")
 _TOLD: Final = re.compile(
@@ -31,14 +30,11 @@ def is_told(source: Source, node: ast.AST) -> bool:
 
 def _divided_twice(source: Source) -> Iterator[Finding]:
     """A loss divided by the accumulation before a `backward` that divides it."""
-    for call in source.calls:
-        name = source.called(call)
-        if name not in (f"{ACCELERATOR}.backward", f"{DEEPSPEED}.backward") or not call.args:
-            continue
+    for call in source.calls_to(f"{ACCELERATOR}.backward", f"{DEEPSPEED}.backward"):
         division = _division(source, call)
         if division is None or is_told(source, division):
             continue
-        if name == f"{ACCELERATOR}.backward":
+        if source.called(call) == f"{ACCELERATOR}.backward":
             if (case := _by_accelerator(source, call)) is not None:
                 yield source.finding(case, division)
         elif "scale_wrt_gas" not in keywords_of(call):
@@ -54,14 +50,14 @@ def _by_accelerator(source: Source, call: ast.Call) -> str | None:
         return None
     if all(_SETS_ACCUMULATION & one for one in words):
         return "loss-divided-twice.accelerator"
-    if any(source.called(one) == f"{ACCELERATOR}.accumulate" for one in source.calls):
+    if [*source.calls_to(f"{ACCELERATOR}.accumulate")]:
         return "loss-divided-twice.config"
     return None if any(_SETS_ACCUMULATION & one for one in words) else "accumulation-by-hand.steps"
 
 
 def _division(source: Source, backward: ast.Call) -> ast.AST | None:
     """Return where the loss of a `backward` is divided by the accumulation, in the same loop."""
-    loss = backward.args[0]
+    loss = backward.args[0] if backward.args else None
     if isinstance(loss, ast.BinOp):
         return loss if _divides(loss.op, loss.right) else None
     loops = (one for one in source.parents_of(backward) if isinstance(one, ast.For | ast.While))
@@ -106,13 +102,15 @@ def _parameters_of(node: ast.expr | None) -> ast.Name | None:
 def _before_adapters(source: Source) -> Iterator[Finding]:
     """An optimizer made of the weights that adapters then freeze."""
     made = list(_optimizers(source))
-    for call in source.calls:
-        if source.called(call) != "peft.get_peft_model" or not call.args:
-            continue
+    for call in source.calls_to("peft.get_peft_model"):
         for optimizer, model in made:
             again = [one.lineno for one, other in made if other.id == model.id]
             here = source.scope_of(call) is source.scope_of(optimizer)
-            if ast.unparse(call.args[0]) == model.id and here and max(again) < call.lineno:
+            if (
+                [ast.unparse(one) for one in call.args[:1]] == [model.id]
+                and here
+                and max(again) < call.lineno
+            ):
                 yield source.finding(
                     "optimizer-before-adapters.frozen", optimizer, model=model.id, line=call.lineno
                 )
@@ -121,20 +119,18 @@ def _before_adapters(source: Source) -> Iterator[Finding]:
 def _prepared_apart(source: Source) -> Iterator[Finding]:
     """A trained model that is prepared without its optimizer."""
     trained = {(model.id, source.scope_of(model)) for _, model in _optimizers(source)}
-    for call in source.calls:
-        if source.called(call) != PREPARE or is_told(source, call):
-            continue
+    for call in source.calls_to(PREPARE):
         names = [one for one in call.args if isinstance(one, ast.Name)]
         models = [one.id for one in names if (one.id, source.scope_of(one)) in trained]
         together = len(names) < len(call.args) or any("optim" in one.id.lower() for one in names)
-        if models and not together:
+        if models and not (together or is_told(source, call)):
             yield source.finding("prepared-apart.model", call, model=models[0])
 
 
 def _clipped_by_torch(source: Source) -> Iterator[Finding]:
     """Gradients of a wrapped model that torch clips."""
     for call in source.calls:
-        if source.dotted(call.func) not in _CLIP or not call.args or is_told(source, call):
+        if source.dotted(call.func) not in named("clips") or not call.args or is_told(source, call):
             continue
         model = _parameters_of(call.args[0])
         makers = {"?"} if model is None else source.makers(model)

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
-from toolkit.configs.check.finding import Finding
+from toolkit.configs.check.finding import Finding, named
 from toolkit.configs.check.loops import is_told
 from toolkit.configs.check.source import (
     ACCELERATOR,
@@ -17,38 +17,8 @@ from toolkit.configs.check.source import (
     keywords_of,
 )
 
-_STATES: Final = {ACCELERATOR, "accelerate.PartialState", "accelerate.state.PartialState"}
 _MAIN: Final = ("is_main_process", "is_local_main_process")
 _ON_MAIN: Final = ("on_main_process", "on_local_main_process")
-_OF_ALL: Final = ["gather", "gather_object", "reduce", "broadcast", "broadcast_object_list"]
-_OF_TORCH: Final = [
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "barrier",
-    "reduce_scatter_tensor",
-]
-_COLLECTIVES: Final = frozenset(
-    [f"{state}.wait_for_everyone" for state in _STATES]
-    + [f"{ACCELERATOR}.{name}" for name in ("gather", "gather_for_metrics", "reduce", "backward")]
-    + [f"accelerate.utils.{name}" for name in _OF_ALL]
-    + [f"torch.distributed.{name}" for name in (*_OF_ALL, *_OF_TORCH)]
-)
-_OF_TRAINER: Final = ("train", "evaluate", "predict")
-_SAVES: Final = {f"{ACCELERATOR}.{name}" for name in ("save_state", "save_model", "get_state_dict")}
-_SAVES_OF_TRAINER: Final = ("save_model", "push_to_hub")
-_DATASETS: Final = ("load_dataset", "load_from_disk", "concatenate_datasets")
-_ROWS_OF_TRAINER: Final = ("train_dataset", "eval_dataset")
-_SEEDS: Final = {
-    "transformers.set_seed",
-    "transformers.trainer_utils.set_seed",
-    "accelerate.utils.set_seed",
-    "numpy.random.seed",
-}
-_OF_DATA: Final = "torch.utils.data."
-_SAMPLERS: Final = {f"{_OF_DATA}DistributedSampler", f"{_OF_DATA}distributed.DistributedSampler"}
-_LOADERS: Final = {f"{_OF_DATA}DataLoader", f"{_OF_DATA}dataloader.DataLoader"}
 
 
 def _on_one_rank(source: Source) -> Iterator[Finding]:
@@ -61,11 +31,12 @@ def _on_one_rank(source: Source) -> Iterator[Finding]:
         name = source.called(call) or ""
         owner, _, method = name.rpartition(".")
         of_trainer = is_trainer_class(source.library_class(owner))
-        if name in _COLLECTIVES or (of_trainer and method in _OF_TRAINER):
+        runs = of_trainer and method in ("train", "evaluate", "predict")
+        if runs or name in named("collectives"):
             case = None if _answered(source, call, name, main) else "call"
         elif is_told(source, call):
             continue
-        elif name in _SAVES or (of_trainer and method in _SAVES_OF_TRAINER):
+        elif name in named("saves") or (of_trainer and method in ("save_model", "push_to_hub")):
             case = "save"
         elif isinstance(call.func, ast.Name) and source.makers(call.func) <= {PREPARE, DEEPSPEED}:
             case = "model"
@@ -114,7 +85,7 @@ def _is_main(source: Source, node: ast.expr, names: tuple[str, ...]) -> bool:
     """Whether a node is such an attribute of an accelerator or its state."""
     if not isinstance(node, ast.Attribute) or node.attr not in names:
         return False
-    return source.makers(node.value) <= _STATES
+    return source.makers(node.value) <= named("states")
 
 
 def _answered(source: Source, call: ast.Call, name: str, main: bool) -> bool:
@@ -177,8 +148,8 @@ def _shared_rows(source: Source) -> Iterator[ast.expr]:
     for call in source.calls:
         if is_trainer_class(source.library_class(source.called(call) or "")):
             given = keywords_of(call)
-            yield from (given[name] for name in _ROWS_OF_TRAINER if name in given)
-        elif prepares and source.dotted(call.func) in _LOADERS:
+            yield from (given[name] for name in ("train_dataset", "eval_dataset") if name in given)
+        elif prepares and source.dotted(call.func) in named("loaders"):
             yield from call.args[:1]
 
 
@@ -197,7 +168,7 @@ def _shuffles(source: Source, rows: ast.expr, steps: int = 12) -> list[ast.Call]
                 own = [rows] if function.attr in ("shuffle", "train_test_split") else []
                 return None if before is None else before + own
             streamed = {"streaming", None} & keywords_of(rows).keys()
-            known = name in {f"datasets.{one}" for one in _DATASETS} and not streamed
+            known = name in named("datasets") and not streamed
             return [] if known else None
         case ast.Name() if steps:
             found: list[ast.Call] = []
@@ -213,7 +184,7 @@ def _shuffles(source: Source, rows: ast.expr, steps: int = 12) -> list[ast.Call]
 
 def _seeds(source: Source, seed: ast.Call, before: ast.Call) -> bool:
     """Whether a call seeds numpy, which datasets shuffles with, alike on all ranks."""
-    if source.dotted(seed.func) not in _SEEDS or "device_specific" in keywords_of(seed):
+    if source.dotted(seed.func) not in named("seeds") or "device_specific" in keywords_of(seed):
         return False
     return source.scope_of(seed) is not source.scope_of(before) or seed.lineno < before.lineno
 
@@ -228,14 +199,14 @@ def _rows_of_samplers(source: Source) -> Iterator[Finding]:
     told = any(ast.unparse(one.func).endswith(".set_epoch") for one in source.calls)
     for loader in source.calls:
         given = keywords_of(loader).get("sampler")
-        if source.dotted(loader.func) not in _LOADERS or given is None:
+        if source.dotted(loader.func) not in named("loaders") or given is None:
             continue
         makings = source.makings(given)
-        sampler = next((one.call for one in makings if one.by in _SAMPLERS), None)
+        sampler = next((one.call for one in makings if one.by in named("samplers")), None)
         if sampler is None:
             continue
         prepared = [one for one in _uses(source, loader) if source.called(one[0]) == PREPARE]
-        if prepared and {one.by for one in makings} <= _SAMPLERS:
+        if prepared and {one.by for one in makings} <= named("samplers"):
             yield source.finding("sharded-twice.loader", prepared[0][1])
         fixed = any(ast.unparse(one) == "shuffle=False" for one in sampler.keywords)
         loops = [one for one in source.nodes if isinstance(one, ast.For)]

@@ -14,14 +14,13 @@ from typing import Any, Final
 
 from toolkit import environment
 from toolkit.backends.deepspeed_json import AUTO
-from toolkit.configs.check.deepspeed_file import BATCH, all_mistakes
+from toolkit.configs.check.deepspeed_file import BATCH, IN_SECTIONS, all_mistakes, nearest
 from toolkit.configs.check.documents import Document, Keys, dotted, keys_of
 from toolkit.configs.check.finding import Finding, Severity, table
 from toolkit.configs.check.flags import OFF, training_argument_types
 from toolkit.configs.check.libraries import accelerate_library, deepspeed_library
 from toolkit.configs.check.setup import Setup
 from toolkit.configs.check.sources import file_of, version_of
-from toolkit.configs.deepspeed_keys import IN_SECTIONS, nearest
 from toolkit.configs.requested import check_left_over
 from toolkit.errors import UsageError
 
@@ -71,7 +70,7 @@ def _unknown_keys(setup: Setup) -> Iterator[Finding]:
                 yield _misspelt(yaml, "unknown-key.section", (section, key), known, name=name)
     if setup.deepspeed:
         for mistake in all_mistakes(setup.deepspeed.content):
-            if mistake.is_unknown:
+            if mistake.kind == "unknown":
                 raises = len(mistake.keys) > 1 and mistake.keys[0] not in IN_SECTIONS
                 case = "unknown-key.model" if raises else "unknown-key.deepspeed"
                 known = [] if mistake.nearest is None else [mistake.nearest]
@@ -143,11 +142,11 @@ def _refused_values(setup: Setup) -> Iterator[Finding]:
             stands += f": {value}"
         yield _refused(yaml, "accelerate", refusal.keys, stands=stands, reason=refusal.reason)
     for mistake in all_mistakes(document.content):
-        if "has no effect" in mistake.text:
+        if mistake.kind == "ignored":
             edits = document.remove(mistake.keys)
             case = "ignored-key.checkpointing"
             yield document.found(case, mistake.keys, edits, reason=mistake.text)
-        elif not mistake.is_unknown:
+        elif mistake.kind == "refused":
             yield _refused(document, "deepspeed", mistake.keys, reason=mistake.text)
     yield from _of_aio(document)
     if document and document.content and "zero_optimization" not in document.content:

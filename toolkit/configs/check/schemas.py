@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 from toolkit.backends.deepspeed_json import AUTO
+from toolkit.configs.check.deepspeed_file import TOP_LEVEL
 from toolkit.configs.check.finding import table
 from toolkit.configs.check.libraries import accelerate_library, deepspeed_library
 from toolkit.configs.check.sources import version_of
-from toolkit.configs.deepspeed_keys import TOP_LEVEL
 
 DRAFT: Final = "https://json-schema.org/draft/2020-12/schema"
 

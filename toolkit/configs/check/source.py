@@ -111,6 +111,10 @@ class Source:
         """All calls of the file."""
         return [node for node in self.nodes if isinstance(node, ast.Call)]
 
+    def calls_to(self, *names: str) -> Iterator[ast.Call]:
+        """Give the calls of what has one of these full names; see `called`."""
+        return (call for call in self.calls if self.called(call) in names)
+
     @cached_property
     def functions(self) -> dict[str, list[Function]]:
         """The functions by name."""
