@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 
 import pytest
 
@@ -107,6 +108,14 @@ def test_a_section_that_deepspeed_reads_for_other_models_alone_is_refused_where_
     assert "--gradient_checkpointing" in mistake.text
 
 
+def test_steps_per_print_may_be_auto_since_accelerate_writes_over_it():
+    from accelerate.utils import DeepSpeedPlugin
+
+    config = {"zero_optimization": {"stage": 3}, "steps_per_print": "auto"}
+    assert all_mistakes(config) == []
+    assert DeepSpeedPlugin(hf_ds_config=config).deepspeed_config["steps_per_print"] == math.inf
+
+
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name.startswith("zero")])
 def test_no_bundled_file_has_a_mistake(name, root):
     file = root / "deepspeed_configs" / f"{name}.json"
@@ -132,7 +141,7 @@ def test_the_examples_of_the_docs_have_no_mistake():
         ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps has to be"),
         ({"gradient_clipping": -1}, "gradient_clipping has to be a number of 0 or more"),
         ({"gradient_clipping": float("nan")}, "gradient_clipping has to be a number"),
-        ({"steps_per_print": "many"}, "steps_per_print has to be a number above 0"),
+        ({"steps_per_print": "many"}, "steps_per_print has to be a whole number of 1"),
         ({"wall_clock_breakdown": "false"}, "wall_clock_breakdown has to be true or false"),
         ({"communication_data_type": "auto"}, "communication_data_type has to be a word other"),
         ({"optimizer": {"type": "Adam", "param": {}}}, "optimizer.param .* (did you mean params?)"),
