@@ -9,7 +9,11 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
-from toolkit.configs.check.flags import training_argument_types
+from toolkit.configs.check.flags import (
+    flags_document,
+    training_argument_types,
+    values_of_other_types,
+)
 from toolkit.data.chat import requested_template
 from toolkit.data.sources import check_file
 from toolkit.errors import UsageError
@@ -89,18 +93,11 @@ def _check_names(rest: Sequence[str]) -> None:
 
 
 def _check_numbers(rest: Sequence[str]) -> None:
-    for word, following in zip(rest, [*rest[1:], "--"], strict=False):
-        flag, equals, value = word.partition("=")
-        kind = training_argument_types().get(flag.lstrip("-").replace("-", "_"), "")
-        convert = {"int": int, "float": float}.get(kind.removesuffix(" | None"))
-        value = value if equals else following
-        if convert is None or not word.startswith("--") or value == "--":
-            continue
-        try:
-            convert(value)
-        except ValueError:
-            noun = "a whole number" if convert is int else "a number"
-            raise UsageError(f"{flag} {value} is not {noun}.") from None
+    flags = flags_document(rest)
+    for name, value, noun in values_of_other_types(flags.content):
+        key = flags.place((name,))
+        written = flags.text[key.start : key.end].partition("=")[0]
+        raise UsageError(f"{written} {value} is not {noun}.")
 
 
 def _check_dataset(name: str) -> None:

@@ -163,6 +163,18 @@ def test_flags_that_contradict_a_json_are_refused_by_the_trainer():
     assert found.text.startswith("gradient_accumulation_steps is 4, and the flags say")
 
 
+@pytest.mark.parametrize(
+    "words", [["--learning_rate", "1e"], ["--max_steps", "many"], ["--bf16", "perhaps"]]
+)
+def test_a_flag_of_another_type_is_refused_by_the_parser(words):
+    from transformers import HfArgumentParser, TrainingArguments
+
+    with pytest.raises(SystemExit):
+        HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(words)
+    found = rules_on(ZERO, json=True, flags=words)["refused-value"]
+    assert (found.severity, found.text.partition(" is")[0]) == ("error", " ".join(words))
+
+
 def test_one_process_where_several_are_written(tmp_path):
     content = {"distributed_type": "MULTI_CPU", "num_processes": 4, "use_cpu": True}
     real = real_parsers.of_yaml(content, tmp_path / "a.yaml")["environ"]

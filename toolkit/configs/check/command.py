@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from toolkit.configs.check.documents import NOTHING
-from toolkit.configs.check.finding import Edit, Finding, table
+from toolkit.configs.check.finding import Edit, Finding
 from toolkit.configs.check.flags import flags_document
 from toolkit.configs.check.rules import findings_of
 from toolkit.configs.check.scripts import check_script
@@ -117,18 +117,6 @@ def refuse_errors(
     if errors:
         said = " ".join(f"{one.file}:{one.line}: {one.text} {one.fix}" for one in errors)
         raise UsageError(f"{said} (toolkit check says more.)")
-
-
-def rules_table() -> str:
-    """Return the table of rules for the docs, as Markdown."""
-    rows = ["| rule | at worst | finds |", "| --- | --- | --- |"]
-    order = ("error", "warning", "note")
-    for name, cases in table().items():
-        if name != "facts":
-            given = {value["severity"] for key, value in cases.items() if key != "what"}
-            worst = next(severity for severity in order if severity in given)
-            rows.append(f"| `{name}` | {worst} | {cases['what']} |")
-    return "\n".join(rows)
 
 
 def _mend(findings: Sequence[Finding], *, keep: Sequence[Path]) -> list[Path]:

@@ -69,44 +69,35 @@ def _of_launcher(setup: Setup) -> Iterator[Setting]:
         name: (section, key) for section, key, name in keys_of_sections(yaml)
     }
     written |= {name: (name,) for name in yaml.content}
-    begins = [
-        start
-        for section, facts in table()["facts"]["sections"].items()
-        if yaml.get(section)
-        for start in facts["begins"]
-    ]
+    notes: dict[tuple[int, int], str] = {}
+    for one in findings_of(setup):
+        if one.file == yaml.file:
+            place = (one.line, one.column)
+            notes[place] = " ".join([*filter(None, [notes.get(place)]), one.text])
+    sections = table()["facts"]["sections"].items()
+    begins = [start for name, facts in sections if yaml.get(name) for start in facts["begins"]]
     of_sections = {name for name in launched.read if name.startswith(tuple(begins))}
     names = [name for name in accelerate_library().top_level if name in launched.read]
+    names += sorted(of_sections - {"deepspeed_fields_from_accelerate_config"})
     for name in dict.fromkeys(["distributed_type", *names]):
-        value = yaml.get(name) if name in yaml.content else launched.arguments.get(name)
-        yield _setting(setup, name, value, written.get(name))
-    for name in sorted(of_sections - {"deepspeed_fields_from_accelerate_config"}):
-        value = launched.arguments.get(name)
-        field = name.removeprefix("fsdp_")
-        made = getattr(setup.rank.fsdp, OF_PLUGIN.get(field, field), value)
-        if not isinstance(made, StandIn) and name.startswith("fsdp_"):
-            value = made.name if isinstance(made, Enum) else made
-        if value is not None or name in written:
-            yield _setting(setup, name, value, written.get(name))
-
-
-def _setting(setup: Setup, name: str, value: Any, keys: Keys | None) -> Setting:
-    """Return a launcher's setting with its source, and what a rule finds on it as its note."""
-    yaml = setup.accelerate
-    variable = name.upper() if name.startswith("fsdp_") else f"ACCELERATE_{name.upper()}"
-    if keys is not None:
-        place = yaml.place(keys)
-        notes = [
-            one.text
-            for one in findings_of(setup)
-            if (one.file, one.line, one.column) == (yaml.file, place.line, place.column)
-        ]
-        return Setting(name=name, value=value, source=yaml.shown(keys), note=" ".join(notes))
-    if variable in setup.environ and value is None:
-        return Setting(name=name, value=setup.environ[variable], source=f"variable {variable}")
-    return Setting(
-        name=name, value=value, source=f"default of Accelerate {version_of('accelerate')}"
-    )
+        value, keys = launched.arguments.get(name), written.get(name)
+        if name in yaml.content:
+            value = yaml.get(name)
+        if name.startswith("fsdp_"):
+            field = name.removeprefix("fsdp_")
+            made = getattr(setup.rank.fsdp, OF_PLUGIN.get(field, field), value)
+            made = made.name if isinstance(made, Enum) else made
+            value = value if isinstance(made, StandIn) else made
+        variable = name.upper() if name.startswith("fsdp_") else f"ACCELERATE_{name.upper()}"
+        if keys is not None:
+            place = yaml.place(keys)
+            note = notes.get((place.line, place.column), "")
+            yield Setting(name=name, value=value, source=yaml.shown(keys), note=note)
+        elif value is None and variable in setup.environ:
+            yield Setting(name=name, value=setup.environ[variable], source=f"variable {variable}")
+        elif value is not None or name not in of_sections:
+            source = f"default of Accelerate {version_of('accelerate')}"
+            yield Setting(name=name, value=value, source=source)
 
 
 def _of_deepspeed(setup: Setup) -> Iterator[Setting]:
@@ -116,38 +107,30 @@ def _of_deepspeed(setup: Setup) -> Iterator[Setting]:
     plain = without_auto(config)
     sizes = {"train_micro_batch_size_per_gpu": 1} if not {*BATCH} & plain.keys() else {}
     read = deepspeed_library().config(plain | sizes, ranks=setup.num_processes or 1)
-    values = {(name,): getattr(read, name) for name in TOP_LEVEL if hasattr(read, name)}
-    for section, model in (
-        ("zero_optimization", read.zero_config),
-        ("fp16", read.float16_config),
-        ("bf16", read.bfloat16_config),
-    ):
+    values: dict[Keys, Any] = {
+        (name,): getattr(read, name) for name in TOP_LEVEL if hasattr(read, name)
+    }
+    models = {"zero_optimization": read.zero_config, "fp16": read.float16_config}
+    models |= {"bf16": read.bfloat16_config}
+    for section, model in models.items():
         values |= dict(_fields(model, (section,)))
     for keys, value in values.items():
-        name = dotted(keys)
+        name, note = dotted(keys), ""
         if value_at(config, keys) == AUTO or (sizes and keys[0] in BATCH):
-            note = (
-                "the run fills it in" if name in table()["facts"]["filled"] else "nothing fills it"
-            )
-            value = AUTO if name in table()["facts"]["filled"] else value
-        else:
-            note = ""
+            is_filled = name in table()["facts"]["filled"]
+            value = AUTO if is_filled else value
+            note = "the run fills it in" if is_filled else "nothing fills it"
         if isinstance(value, int | float | str | None) and (value is not None or config.get(name)):
             yield Setting(name=name, value=value, source=_source(setup, keys), note=note)
 
 
 def _fields(model: Any, within: Keys) -> Iterator[tuple[Keys, Any]]:
     """Return the values of a model of DeepSpeed's by their keys, those of inner models too."""
-    fields: dict[str, Any] = model.__class__.model_fields
-    for name, field in fields.items():
-        value: Any = getattr(model, name, None)
-        keys = (*within, str(field.alias or name))
-        extra: Any = field.json_schema_extra or {}
-        is_old = bool(extra.get("deprecated"))
-        is_model = hasattr(value, "model_dump")
-        if is_model:
+    for name, field in model.__class__.model_fields.items():
+        value, keys = getattr(model, name, None), (*within, str(field.alias or name))
+        if hasattr(value, "model_dump"):
             yield from _fields(value, keys)
-        elif not is_old:
+        elif "deprecated" not in (field.json_schema_extra or ()):
             yield keys, value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -76,6 +76,15 @@ def flags_document(words: Sequence[str]) -> Document:
             entries[(name,)] = Entry(key=entries[(name,)].key, value=place, in_flow=True)
             name = ""
     return Document(file=Path("flags"), text=text, kind="flags", content=content, entries=entries)
+
+
+def values_of_other_types(content: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Return the flags whose text is none of their type: name, text and the type in words."""
+    nouns = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+    for name, value in content.items():
+        kind = training_argument_types().get(name, "").removesuffix(" | None")
+        if kind in nouns and isinstance(value, str):
+            yield name, value, nouns[kind]
 
 
 def _value(name: str, text: str) -> Any:

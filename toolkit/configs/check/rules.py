@@ -17,7 +17,7 @@ from toolkit.backends.deepspeed_json import AUTO
 from toolkit.configs.check.deepspeed_file import BATCH, IN_SECTIONS, all_mistakes, nearest
 from toolkit.configs.check.documents import Document, Keys, dotted, keys_of
 from toolkit.configs.check.finding import Finding, Severity, table
-from toolkit.configs.check.flags import OFF, training_argument_types
+from toolkit.configs.check.flags import OFF, training_argument_types, values_of_other_types
 from toolkit.configs.check.libraries import accelerate_library, deepspeed_library
 from toolkit.configs.check.setup import Setup
 from toolkit.configs.check.sources import file_of, version_of
@@ -148,6 +148,8 @@ def _refused_values(setup: Setup) -> Iterator[Finding]:
             yield document.found(case, mistake.keys, edits, reason=mistake.text)
         elif mistake.kind == "refused":
             yield _refused(document, "deepspeed", mistake.keys, reason=mistake.text)
+    for name, _, noun in values_of_other_types(setup.flags.content):
+        yield setup.flags.found("refused-value.flag", (name,), noun=noun)
     yield from _of_aio(document)
     if document and document.content and "zero_optimization" not in document.content:
         of_trainer = setup.accelerate or setup.flags or AUTO in str(document.content)
