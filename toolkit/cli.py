@@ -574,7 +574,12 @@ def explain(files: Files, as_json: AsJson = False) -> None:
         typer.echo("\n".join(lines(settings)))
 
 
-@app.command(epilog=_examples("toolkit translate fsdp1.yaml --to fsdp > fsdp2.yaml"))
+@app.command(
+    epilog=_examples(
+        "toolkit translate old.yaml --to fsdp",
+        "toolkit translate old.yaml --to fsdp | diff old.yaml -",
+    )
+)
 def translate(
     file: Annotated[Path, typer.Argument(help="An Accelerate YAML for FSDP1.")],
     to: Annotated[str, typer.Option("--to", help="fsdp: that is FSDP2.")],
@@ -590,7 +595,9 @@ def translate(
         typer.echo(f"toolkit: {note}", err=True)
 
 
-@app.command(epilog=_examples("toolkit schema deepspeed > deepspeed.schema.json"))
+@app.command(
+    epilog=_examples("toolkit schema accelerate", "toolkit schema deepspeed | tee deepspeed.json")
+)
 def schema(
     kind: Annotated[Literal["accelerate", "deepspeed"], typer.Argument(help="Whose files.")],
 ) -> None:
