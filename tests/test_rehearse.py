@@ -295,6 +295,18 @@ def test_a_deepspeed_file_with_mistakes_is_one_sentence_before_a_script_starts(
     assert not (tmp_path / "started").exists()
 
 
+def test_a_config_file_with_an_error_is_refused_before_a_script_starts(launch, tmp_path):
+    (tmp_path / "script.py").write_text("open(f'{__file__}-started', 'w')")
+    text = (ROOT / "accelerate_configs" / "ddp.yaml").read_text()
+    (tmp_path / "mine.yaml").write_text(f"{text}num_processes: 2\n")
+    done = launch(
+        tmp_path / "mine.yaml", "-m", "toolkit.rehearse", tmp_path / "script.py", cold=True
+    )
+    assert done.returncode == 1
+    assert done.stdout.count("num_processes stands there more than once") == 1, done.stdout
+    assert [*tmp_path.glob("*started")] == []
+
+
 def test_a_deepspeed_file_of_the_script_s_own_that_is_not_there_is_one_sentence(
     launch_environment, tmp_path
 ):

@@ -168,6 +168,15 @@ def test_a_config_of_ones_own_launches_it(begun, rows, tmp_path):
     assert f"model     {folder.relative_to(tmp_path)}/final" in printed
 
 
+OF_FSDP1 = """\
+distributed_type: FSDP
+num_processes: 2
+mixed_precision: bf16
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_sharding_strategy: FULL_SHARD
+"""
+
 MISTAKES = [
     ("train --lr 1e-4", "There is no flag --lr. Did you mean --learning_rate?"),
     ("train --epochs 3", "There is no flag --epochs. Did you mean --num_train_epochs?"),
@@ -176,6 +185,8 @@ MISTAKES = [
     ("train --strategy zero5", "There is no strategy 'zero5'. Did you mean 'zero3'?"),
     ("train --strategy ddp --config x.yaml", "--strategy and --config both name the launch."),
     ("train --config there.yaml", "--config there.yaml is not there"),
+    ("train --config bad.yaml", "bad.yaml:3: mixed_precision: no is false in YAML"),
+    ("train --config fsdp1.yaml", "toolkit translate fsdp1.yaml --to fsdp > fsdp2.yaml"),
     ("train --strategy", "Option '--strategy' requires an argument"),
     ("trainn", "No such command 'trainn'. Did you mean 'train'?"),
     ("compare --learning_rate 1e-4", "toolkit compare -- --learning_rate ..."),
@@ -190,7 +201,7 @@ MISTAKES = [
     ("train --method lorra", "invalid choice: 'lorra'"),
     ("train rows.jsonl", "'rows.jsonl' belongs to no flag."),
 ]
-SHORT = MISTAKES[:10]
+SHORT = MISTAKES[:12]
 """The others start a process each, as these do in part, and find the same kinds of mistakes."""
 
 
@@ -202,6 +213,10 @@ SHORT = MISTAKES[:10]
 def test_a_mistake_is_a_sentence_and_nothing_is_written(words, sentence, command, tmp_path):
     for name in ("rows.pdf", "empty.jsonl"):
         (tmp_path / name).write_text("x" if name == "rows.pdf" else "")
+    (tmp_path / "bad.yaml").write_text(
+        OF_FSDP1.replace("mixed_precision: bf16", "mixed_precision: no")
+    )
+    (tmp_path / "fsdp1.yaml").write_text(OF_FSDP1)
     before = sorted(tmp_path.iterdir())
     done = command(*shlex.split(words), cwd=tmp_path)
     assert done.returncode == 2

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args, get_type_hints
+from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
 
 import typer
 
@@ -65,6 +65,10 @@ StrategyName = Annotated[
 ]
 TrainFlags = Annotated[
     list[str] | None, typer.Argument(metavar="[-- FLAGS]", help="Flags of toolkit.train, after --.")
+]
+Files = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="FILE... [-- FLAGS]", help="Configs; flags of the training behind --."),
 ]
 
 ModelName = Annotated[
@@ -519,6 +523,95 @@ def doctor(
         show(findings, Console())
     if count(findings, "fail"):
         raise typer.Exit(1)
+
+
+@app.command(
+    short_help="Check config files, flags and a script before a launch.",
+    epilog=_examples(
+        "toolkit check fsdp.yaml", "toolkit check zero3.yaml --fix -- --bf16 --learning_rate 1e-4"
+    ),
+)
+def check(
+    files: Files = None,
+    script: Annotated[Path | None, typer.Option(help="The training script; it is not run.")] = None,
+    fix: Annotated[bool, typer.Option("--fix", help="Make the repairs that are certain.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check Accelerate YAML, DeepSpeed JSON, flags behind -- and a script. Exit 1 for an error."""
+    import os
+
+    from toolkit.configs.check.command import check as run
+
+    names, flags = _files_and_flags(files)
+    report = run(names, flags, script=script, environ=os.environ, fix=fix)
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        typer.echo("\n".join(report.lines()))
+    if report.has_error:
+        raise typer.Exit(1)
+
+
+@app.command(
+    short_help="The settings of a launch that count, and who set each.",
+    epilog=_examples("toolkit explain zero2.yaml", "toolkit explain zero2.yaml -- --bf16 True"),
+)
+def explain(files: Files, as_json: AsJson = False) -> None:
+    """Print the effective value of every setting, who set it, and what was left aside."""
+    import os
+
+    from toolkit.configs.check.documents import NOTHING
+    from toolkit.configs.check.explain import effective, lines, to_json
+    from toolkit.configs.check.flags import flags_document
+    from toolkit.configs.check.setup import read_setups
+
+    names, flags = _files_and_flags(files)
+    setups = read_setups(names, flags_document(flags) if flags else NOTHING, os.environ)
+    settings = [setting for setup in setups for setting in effective(setup)]
+    if as_json:
+        _print_json(to_json(settings))
+    else:
+        typer.echo("\n".join(lines(settings)))
+
+
+@app.command(
+    epilog=_examples(
+        "toolkit translate old.yaml --to fsdp",
+        "toolkit translate old.yaml --to fsdp | diff old.yaml -",
+    )
+)
+def translate(
+    file: Annotated[Path, typer.Argument(help="An Accelerate YAML for FSDP1.")],
+    to: Annotated[str, typer.Option("--to", help="fsdp: that is FSDP2.")],
+) -> None:
+    """Print an Accelerate YAML for FSDP1 as one for FSDP2; what is lost goes to stderr."""
+    from toolkit.configs.check.translate import translate as run
+
+    if to != "fsdp":
+        raise UsageError(f"--to {to}: there is fsdp only, which is FSDP2.")
+    translation = run(file)
+    typer.echo(translation.text, nl=False)
+    for note in translation.notes:
+        typer.echo(f"toolkit: {note}", err=True)
+
+
+@app.command(
+    epilog=_examples("toolkit schema accelerate", "toolkit schema deepspeed | tee deepspeed.json")
+)
+def schema(
+    kind: Annotated[Literal["accelerate", "deepspeed"], typer.Argument(help="Whose files.")],
+) -> None:
+    """Print the JSON Schema of config files, for an editor."""
+    from toolkit.configs.check import schemas
+
+    _print_json(schemas.accelerate_schema() if kind == "accelerate" else schemas.deepspeed_schema())
+
+
+def _files_and_flags(words: list[str] | None) -> tuple[list[Path], list[str]]:
+    """Return the files of a call, and the words from the first flag behind -- on."""
+    words = words or []
+    end = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
+    return [Path(word) for word in words[:end]], words[end:]
 
 
 def _print_json(value: object) -> None:

@@ -78,6 +78,7 @@ def main() -> None:
     redact_output()
     quiet()
     from toolkit.measuring.attestation import Refused
+    from toolkit.measuring.launcher import check_config_file
 
     code = 0
     rehearsal = False
@@ -88,6 +89,7 @@ def main() -> None:
         status = None if folder is None else StatusFile(Path(folder), rank())
         with guard(status, refused_by=(Refused,)) if status else contextlib.nullcontext():
             check_package_folder()
+            check_config_file()
             rehearsal = rehearse_if_needed()
             if not rehearsal and requested.asks_for_deepspeed(os.environ):
                 check_installed("deepspeed")

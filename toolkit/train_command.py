@@ -26,6 +26,7 @@ from toolkit.comparing.run.preparing import run_environment
 from toolkit.comparing.run.progress import ANNOUNCEMENT, waiting
 from toolkit.comparing.run.starting import visible_gpus
 from toolkit.configs.accelerate import check_num_processes, num_processes_problem
+from toolkit.configs.check.command import refuse_errors
 from toolkit.configs.files import cached_configs
 from toolkit.data.flags import typed_flags
 from toolkit.errors import UsageError
@@ -255,6 +256,7 @@ class TrainCommand:
         if options.config is not None:
             if not options.config.is_file():
                 raise UsageError(f"--config {options.config} is not there: check the path.")
+            refuse_errors([options.config], os.environ, num_processes=options.num_processes)
             self._settle("run")
             self._prepare([] if gpus else ["--rehearsal"])
             hidden = visible_gpus(single=False, rehearsal=not gpus)

@@ -16,6 +16,7 @@ from json_reference import json_page, meanings_in
 
 import toolkit
 from toolkit.cli import app
+from toolkit.configs.check.finding import table
 from toolkit.jobs.options import Flag
 from toolkit.planning.speed.gpus import Gpu
 from toolkit.records.record import Record
@@ -101,6 +102,18 @@ def python_page() -> str:
         path = f"{kind.__module__}.{kind.__qualname__}"
         parts += [f"### `{kind.__name__}`", *_named(path, kind)]
     return _joined(parts)
+
+
+def rules_table() -> str:
+    """Return the table of rules of `toolkit check`, as docs/check.md has it."""
+    rows = ["| rule | at worst | finds |", "| --- | --- | --- |"]
+    order = ("error", "warning", "note")
+    for name, cases in table().items():
+        if name != "facts":
+            given = {value["severity"] for key, value in cases.items() if key != "what"}
+            worst = next(severity for severity in order if severity in given)
+            rows.append(f"| `{name}` | {worst} | {cases['what']} |")
+    return "\n".join(rows)
 
 
 def types_of_functions() -> list[type]:

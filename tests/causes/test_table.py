@@ -95,3 +95,28 @@ def test_every_pattern_of_a_line_has_a_word_to_look_for_first():
     for cause in causes():
         if cause.kind in OF_LINES:
             assert all(len(literal_of(item.pattern)) > 3 for item in cause.patterns), cause.name
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "now"),
+    [
+        (
+            "other-release",
+            "TypeError: SFTConfig.__init__() got an unexpected keyword argument 'use_liger'",
+            "`use_liger` is gone by 0.18.2, now: use_liger_kernel. ",
+        ),
+        (
+            "moved-name",
+            "ImportError: cannot import name 'ORPOTrainer' from 'trl' (/v/trl/__init__.py)",
+            "`ORPOTrainer` is gone by 0.29.1, now: trl.experimental.orpo.ORPOTrainer. ",
+        ),
+        (
+            "other-release",
+            "TypeError: SFTConfig.__init__() got an unexpected keyword argument 'made_up'",
+            "Current names: ",
+        ),
+    ],
+)
+def test_what_took_the_place_of_a_name_comes_from_the_table_of_renames(name, error, now):
+    cause = cause_named(name)
+    assert cause.remedy(cause.match(error)).startswith(now)

@@ -2,11 +2,17 @@
 
 import base64
 import json
+import math
 
 import pytest
 
-from toolkit.configs.deepspeed_keys import IN_SECTIONS, TOP_LEVEL, mistakes_by_key
-from toolkit.configs.requested import DEEPSPEED_FILE, read_deepspeed_config, requested_strategy
+from toolkit.configs.check.deepspeed_file import IN_SECTIONS, TOP_LEVEL, all_mistakes
+from toolkit.configs.requested import (
+    DEEPSPEED_FILE,
+    deepspeed_strategy,
+    read_deepspeed_config,
+    requested_strategy,
+)
 from toolkit.errors import UsageError
 from toolkit.strategies import STRATEGIES
 
@@ -94,12 +100,20 @@ def test_the_table_of_keys_is_what_deepspeed_looks_up():
 
 def test_a_section_that_deepspeed_reads_for_other_models_alone_is_refused_where_it_asks_for_more():
     defaults = {"partition_activations": False, "number_checkpoints": None}
-    assert mistakes_by_key({"activation_checkpointing": defaults}) == {}
+    assert all_mistakes({"activation_checkpointing": defaults}) == []
     asked = {"activation_checkpointing": defaults | {"cpu_checkpointing": True}}
-    (mistake,) = mistakes_by_key(asked)["activation_checkpointing"]
-    assert "has no effect" in mistake
-    assert "models that call deepspeed.checkpointing" in mistake
-    assert "--gradient_checkpointing" in mistake
+    (mistake,) = all_mistakes(asked)
+    assert "has no effect" in mistake.text
+    assert "models that call deepspeed.checkpointing" in mistake.text
+    assert "--gradient_checkpointing" in mistake.text
+
+
+def test_steps_per_print_may_be_auto_since_accelerate_writes_over_it():
+    from accelerate.utils import DeepSpeedPlugin
+
+    config = {"zero_optimization": {"stage": 3}, "steps_per_print": "auto"}
+    assert all_mistakes(config) == []
+    assert DeepSpeedPlugin(hf_ds_config=config).deepspeed_config["steps_per_print"] == math.inf
 
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name.startswith("zero")])
@@ -109,7 +123,7 @@ def test_no_bundled_file_has_a_mistake(name, root):
 
 
 def test_the_examples_of_the_docs_have_no_mistake():
-    assert mistakes_by_key(OF_THE_DOCS) == {}
+    assert all_mistakes(OF_THE_DOCS) == []
 
 
 @pytest.mark.parametrize(
@@ -127,7 +141,7 @@ def test_the_examples_of_the_docs_have_no_mistake():
         ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps has to be"),
         ({"gradient_clipping": -1}, "gradient_clipping has to be a number of 0 or more"),
         ({"gradient_clipping": float("nan")}, "gradient_clipping has to be a number"),
-        ({"steps_per_print": "many"}, "steps_per_print has to be a number above 0"),
+        ({"steps_per_print": "many"}, "steps_per_print has to be a whole number of 1"),
         ({"wall_clock_breakdown": "false"}, "wall_clock_breakdown has to be true or false"),
         ({"communication_data_type": "auto"}, "communication_data_type has to be a word other"),
         ({"optimizer": {"type": "Adam", "param": {}}}, "optimizer.param .* (did you mean params?)"),
@@ -174,8 +188,10 @@ def test_a_strategy_that_cannot_be_read_is_a_sentence(zero, tmp_path):
         "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file",
         DEEPSPEED_FILE: str(file),
     }
-    with pytest.raises(UsageError, match="needs a stage from 0 to 3, and an object for"):
+    with pytest.raises(UsageError, match=r"mine.json: zero_optimization.(stage|offload_param) is "):
         requested_strategy(asked)
+    with pytest.raises(UsageError, match="needs a stage from 0 to 3, and an object for"):
+        deepspeed_strategy({"zero_optimization": zero})
 
 
 def test_a_file_of_bytes_is_no_json(tmp_path):

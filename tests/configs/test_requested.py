@@ -2,16 +2,15 @@
 
 import base64
 import json
-import re
 from types import SimpleNamespace
 
 import pytest
 import yaml
 from accelerate import ParallelismConfig
-from places import ROOT
 
 from toolkit.backends import backend_of
 from toolkit.configs import ConfigOptions
+from toolkit.configs.check.translate import translate
 from toolkit.configs.files import write_configs
 from toolkit.configs.requested import (
     CUSTOM,
@@ -163,7 +162,7 @@ def test_fields_in_the_yaml_are_the_config_that_accelerate_makes_of_them(
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "three", "needs a stage from 0 to 3"),
+        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "three", "zero_optimization.stage is 'three'"),
         ("ACCELERATE_GRADIENT_CLIPPING", "much", "deepspeed_config in the YAML: gradient_clipping"),
     ],
 )
@@ -173,35 +172,24 @@ def test_a_field_in_the_yaml_that_is_no_number_is_named(name, value, said):
 
 
 @pytest.mark.parametrize(
-    ("sharding", "written", "strategy"),
-    [
-        ("FULL_SHARD", "fsdp_reshard_after_forward: true", "fsdp"),
-        (2, "fsdp_reshard_after_forward: false", "fsdp_grad_op"),
-        (
-            "HYBRID_SHARD",
-            "parallelism_config of accelerate_configs/fsdp_hybrid.yaml",
-            "fsdp_hybrid",
-        ),
-        ("NO_SHARD", "use accelerate_configs/ddp.yaml", None),
-    ],
+    ("sharding", "strategy"),
+    [("FULL_SHARD", "fsdp"), (2, "fsdp_grad_op"), ("HYBRID_SHARD", "fsdp_hybrid")],
 )
-def test_a_config_for_fsdp1_is_refused_with_the_keys_that_make_it_one_for_fsdp2(
-    tmp_path, launched, sharding, written, strategy
+def test_a_config_for_fsdp1_is_refused_with_the_command_that_makes_it_one_for_fsdp2(
+    tmp_path, launched, sharding, strategy
 ):
     section = {"fsdp_sharding_strategy": sharding, "fsdp_state_dict_type": "LOCAL_STATE_DICT"}
-    environment = launched(*yaml_file(tmp_path, "FSDP", fsdp_config=section))
-    with pytest.raises(UsageError, match=written) as refused:
-        requested_strategy(environment)
-    if strategy is None:
-        return
-    said = re.findall(r"(fsdp_\w+): (\w+)(?: in|,)", str(refused.value))
-    assert {"fsdp_version", "fsdp_state_dict_type"} < {name for name, _ in said}
-    config = {"fsdp_config": yaml.safe_load("\n".join(f"{name}: {value}" for name, value in said))}
-    if "parallelism_config" in str(refused.value):
-        bundled = yaml.safe_load((ROOT / "accelerate_configs" / "fsdp_hybrid.yaml").read_text())
-        config["parallelism_config"] = bundled["parallelism_config"]
-    environment = launched(*yaml_file(tmp_path, "FSDP", **config))
-    assert requested_strategy(environment).name == strategy
+    machines = 2 if strategy == "fsdp_hybrid" else 1
+    more = {"num_machines": machines, "num_processes": 4, "fsdp_config": section}
+    more |= {"main_process_ip": "10.0.0.1", "main_process_port": 29500, "machine_rank": 0}
+    words = yaml_file(tmp_path, "FSDP", **more)
+    with pytest.raises(UsageError, match="toolkit translate FILE --to fsdp"):
+        requested_strategy(launched(*words))
+    (file,) = tmp_path.glob("*.yaml")
+    made = translate(file)
+    assert "SHARDED_STATE_DICT in its place" in " ".join(made.notes)
+    file.write_text(made.text)
+    assert requested_strategy(launched(*words)).name == strategy
 
 
 WORDS_OF_SPLITS = {

@@ -7,10 +7,10 @@ import stat
 import pytest
 from places import ROOT
 
+from toolkit.configs.check.deepspeed_file import mistakes_of_deepspeed
 from toolkit.configs.requested import DEEPSPEED_FILE
 from toolkit.engines.deepspeed_config import (
     checked_deepspeed_config,
-    section_mistakes,
     use_deepspeed_config,
 )
 from toolkit.errors import UsageError
@@ -36,7 +36,7 @@ def checked(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name.startswith("zero")])
 def test_deepspeed_refuses_nothing_in_a_bundled_file(name):
     file = ROOT / "deepspeed_configs" / f"{name}.json"
-    assert section_mistakes(json.loads(file.read_text())) == []
+    assert mistakes_of_deepspeed(json.loads(file.read_text())) == []
 
 
 def test_every_mistake_of_a_file_is_named_in_one_error(checked):
@@ -91,7 +91,7 @@ def test_sections_that_contradict_each_other_are_named(checked):
 def test_what_the_run_fills_in_is_no_mistake():
     numbers = {"train_batch_size": 48, "train_micro_batch_size_per_gpu": 4}
     filled = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}
-    assert section_mistakes(numbers | filled | {"bf16": {"enabled": "auto"}}) == []
+    assert mistakes_of_deepspeed(numbers | filled | {"bf16": {"enabled": "auto"}}) == []
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_deepspeed_warns_of_nothing_while_it_is_asked(caplog, monkeypatch):
 
     monkeypatch.setattr(logger, "propagate", True)
     old = {"zero_optimization": {"stage": 2, "cpu_offload": True}, "vocabulary_size": 7}
-    assert section_mistakes(old) == []
+    assert mistakes_of_deepspeed(old) == []
     assert caplog.messages == []
     assert not logger.disabled
 

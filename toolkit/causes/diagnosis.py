@@ -124,7 +124,7 @@ def diagnose_text(text: str) -> Diagnosis | None:
     return Diagnosis(
         name=cause.name,
         text=cause.sentence(match),
-        fix=cause.fix,
+        fix=cause.remedy(match),
         evidence=(shorten(_line_of(text, match)),),
     )
 
@@ -220,7 +220,7 @@ def _of_failure(first: _Match, matches: Sequence[_Match], log: Log) -> Diagnosis
         for item in matches
         if item.cause is cause and item.match is not None
     ][:MOST_EVIDENCE]
-    text, fix = cause.sentence(first.match), cause.fix
+    text, fix = cause.sentence(first.match), cause.remedy(first.match)
     if cause.name in OUT_OF_MEMORY:
         text, fix = _in_phase(failure, text, fix)
     if cause.kind == "waiting":

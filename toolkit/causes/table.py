@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from toolkit.configs.check.signatures import gone
 from toolkit.launching.status import ECHO_TEXTS
 
 TABLE: Final = Path(__file__).with_name("causes.toml")
@@ -24,6 +25,9 @@ any line of a run that ended without an error, and may not have learned what was
 """
 
 OF_GOOD_RUNS: Final[tuple[Kind, ...]] = ("slow", "doubtful")
+
+OF_RELEASES: Final = ("moved-name", "other-release")
+"""Causes whose names are looked up in what releases took away."""
 
 OF_LINES: Final[tuple[Kind, ...]] = ("outside", "line", "waiting", *OF_GOOD_RUNS)
 """Kinds whose patterns count without an exception around them."""
@@ -57,6 +61,15 @@ class Cause:
     def sentence(self, match: re.Match[str]) -> str:
         """Return the text, with the groups of the match in it."""
         return self.text.format_map(_Groups({"who": "A process"} | match.groupdict()))
+
+    def remedy(self, match: re.Match[str]) -> str:
+        """Return the fix; of a name that a release took away, what took its place before it."""
+        groups = match.groupdict()
+        owner, name = groups.get("what") or groups.get("module"), groups.get("name")
+        known = gone(owner, name) if self.name in OF_RELEASES and owner and name else None
+        if known is None or not known.new:
+            return self.fix
+        return f"`{name}` is gone by {known.since}, now: {known.new}. {self.fix}"
 
 
 class _Groups(dict[str, str | None]):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from toolkit.backends import backend_of
 from toolkit.backends.deepspeed_json import AUTO
-from toolkit.configs.deepspeed_keys import mistakes_by_key
+from toolkit.configs.check.deepspeed_file import all_mistakes
 from toolkit.errors import UsageError
 from toolkit.strategies import ALL_RANKS, DTYPES, STRATEGIES, Device, Strategy
 
@@ -37,16 +37,6 @@ _BESIDE = {
 }
 """Switches that Accelerate 1.15 obeys, each with a variable that its launcher writes beside it
 (utils/launch.py)."""
-
-_OF_FSDP1 = {
-    "FULL_SHARD": True,
-    "SHARD_GRAD_OP": False,
-    "NO_SHARD": False,
-    "HYBRID_SHARD": True,
-    "HYBRID_SHARD_ZERO2": False,
-}
-"""FSDP1's sharding strategies in the order of their numbers, and whether each reshards after the
-forward (accelerate 1.15, `FSDP_SHARDING_STRATEGY`)."""
 
 _SPLITS = {
     "CP": "context parallel (parallelism_config_cp_size)",
@@ -242,17 +232,10 @@ def asks_for_deepspeed(environ: Mapping[str, str]) -> bool:
     return _is_true(environ, "ACCELERATE_USE_DEEPSPEED")
 
 
-def read_deepspeed_config(
-    environ: Mapping[str, str],
-    *,
-    check_sections: Callable[[Mapping[str, Any]], list[str]] | None = None,
-) -> dict[str, Any]:
+def read_deepspeed_config(environ: Mapping[str, str]) -> dict[str, Any]:
     """Return the DeepSpeed JSON that the launcher named, or the YAML's own fields as one.
 
-    Args:
-        environ: Of the rank.
-        check_sections: Returns the mistakes that only DeepSpeed itself finds, where it can be
-            imported: `toolkit.engines.deepspeed_config`.
+    `environ` is that of the rank.
 
     Raises:
         UsageError: the file isn't there, isn't JSON, or has entries that DeepSpeed would ignore or
@@ -274,10 +257,7 @@ def read_deepspeed_config(
     if not isinstance(content, dict):
         raise UsageError(f"{name} holds no JSON object. Fix it, or generate it anew.")
     config = cast("dict[str, Any]", content)
-    wrong = mistakes_by_key(config)
-    mistakes += [mistake for of_key in wrong.values() for mistake in of_key]
-    if check_sections is not None:
-        mistakes += check_sections({key: config[key] for key in config if key not in wrong})
+    mistakes += [mistake.text for mistake in all_mistakes(config)]
     if mistakes:
         raise UsageError(f"{name}: {'; '.join(mistakes)}. Fix it, or generate it anew.")
     return config
@@ -362,7 +342,6 @@ def _from_environment(environ: Mapping[str, str]) -> Strategy:
             version=int(environ.get("FSDP_VERSION", "1")),
             reshard_after_forward=_is_true(environ, "FSDP_RESHARD_AFTER_FORWARD"),
             offload=_is_true(environ, "FSDP_OFFLOAD_PARAMS"),
-            environ=environ,
             replicas=requested_replicas(environ),
         )
         return _split_rows(strategy, environ, "CP", {})
@@ -430,7 +409,6 @@ def fsdp_strategy(
     version: int,
     reshard_after_forward: bool,
     offload: bool,
-    environ: Mapping[str, str],
     replicas: int = 1,
 ) -> Strategy:
     """Return the strategy of an FSDP section.
@@ -439,7 +417,10 @@ def fsdp_strategy(
         UsageError: it asks for FSDP1.
     """
     if version != 2:
-        raise UsageError(f"FSDP1 is asked for. {_as_fsdp2(environ)}")
+        raise UsageError(
+            "FSDP1 is asked for, and the toolkit runs FSDP2. Translate the config: "
+            "toolkit translate FILE --to fsdp > fsdp2.yaml, or write version: 2 in --fsdp_config."
+        )
     place: Device = "cpu" if offload else "none"
     return Strategy(
         name=CUSTOM,
@@ -449,37 +430,6 @@ def fsdp_strategy(
         offload_optimizer=place,
         offload_parameters=place,
         replicas=replicas,
-    )
-
-
-def _as_fsdp2(environ: Mapping[str, str]) -> str:
-    """Say what to write in place of FSDP1's keys that the launcher's config has.
-
-    FSDP2 has no other counterpart of them (accelerate 1.15, `FullyShardedDataParallelPlugin`).
-    """
-    if "FSDP_SHARDING_STRATEGY" not in environ:
-        return (
-            "The toolkit runs FSDP2: set fsdp_version: 2 in the Accelerate config "
-            "(accelerate_configs/fsdp.yaml does), or version: 2 in --fsdp_config."
-        )
-    sharding = environ["FSDP_SHARDING_STRATEGY"]
-    if sharding.isdigit() and 0 < int(sharding) <= len(_OF_FSDP1):
-        sharding = [*_OF_FSDP1][int(sharding) - 1]
-    if sharding == "NO_SHARD":
-        return "NO_SHARD is DDP: use accelerate_configs/ddp.yaml."
-    reshards = _OF_FSDP1.get(sharding, True)
-    words = [
-        "The toolkit runs FSDP2. In fsdp_config write fsdp_version: 2",
-        f"fsdp_reshard_after_forward: {str(reshards).lower()} in place of "
-        f"fsdp_sharding_strategy: {sharding}",
-    ]
-    if environ.get("FSDP_STATE_DICT_TYPE") == "LOCAL_STATE_DICT":
-        words.append("fsdp_state_dict_type: SHARDED_STATE_DICT in place of LOCAL_STATE_DICT")
-    if sharding.startswith("HYBRID"):
-        words.append("the parallelism_config of accelerate_configs/fsdp_hybrid.yaml below it")
-    return (
-        f"{', and '.join(words)}. Take out fsdp_backward_prefetch, fsdp_forward_prefetch, "
-        "fsdp_sync_module_states and fsdp_use_orig_params where they stand; the other keys stay."
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from toolkit.configs.check.rules import HARMLESS, OF_LAUNCHERS
 from toolkit.configs.requested import check_left_over
 from toolkit.doctor.finding import Finding, fail, ok, warn
 from toolkit.environment import cpus
@@ -21,14 +22,6 @@ RENDEZVOUS: Final = (
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
 )
 """Variables of a rank, which launchers set."""
-
-OF_LAUNCHERS: Final = re.compile(r"ACCELERATE_|FSDP_|PARALLELISM_CONFIG_|MEGATRON_LM_")
-"""Variables by which `accelerate launch` passes a config on (accelerate/utils/launch.py)."""
-
-HARMLESS: Final = {
-    *("ACCELERATE_DEBUG_MODE", "ACCELERATE_LOG_LEVEL", "ACCELERATE_ENABLE_RICH"),
-    *("ACCELERATE_DISABLE_RICH", "ACCELERATE_BYPASS_DEVICE_MAP"),
-}
 
 NCCL_FILE: Final = Path("/etc/nccl.conf")
 

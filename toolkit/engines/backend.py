@@ -61,7 +61,7 @@ def backend_of(model: torch.nn.Module) -> Backend:
     if isinstance(model, FullyShardedDataParallel):
         raise UsageError(
             "FullyShardedDataParallel (FSDP1) wraps the model. The toolkit runs FSDP2: set "
-            "fsdp_version: 2 in the Accelerate config (accelerate_configs/fsdp.yaml does)."
+            "fsdp_version: 2 in the Accelerate config; toolkit translate FILE --to fsdp does."
         )
     return ddp.Replicated(model)
 
@@ -129,7 +129,6 @@ def strategy_of_plugins(deepspeed: Any, fsdp: Any, parallelism: Any = None) -> S
         version=fsdp.fsdp_version,
         reshard_after_forward=fsdp.reshard_after_forward is True,
         offload=isinstance(fsdp.cpu_offload, CPUOffloadPolicy),
-        environ=os.environ,
         replicas=replicas,
     )
 

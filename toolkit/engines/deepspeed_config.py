@@ -6,16 +6,14 @@ import base64
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from toolkit.backends.deepspeed_json import AUTO, NVME_PATH, FittedConfig, fit_to_run
-from toolkit.configs.deepspeed_keys import unknown_key
+from toolkit.backends.deepspeed_json import NVME_PATH, FittedConfig, fit_to_run
 from toolkit.configs.requested import DEEPSPEED_FILE, INLINE_FIELDS, read_deepspeed_config
 from toolkit.environment import check_installed, has_compiler
-from toolkit.errors import UsageError, sentence_of
+from toolkit.errors import UsageError
 from toolkit.launching.builds import clear_stale_locks, unbuilt
 from toolkit.launching.ranks import local_rank, say
 
@@ -23,7 +21,7 @@ _given_to_accelerate = ""
 
 
 def checked_deepspeed_config(file: str | None = None) -> dict[str, Any]:
-    """Return the DeepSpeed config that the launcher requests, checked by DeepSpeed itself as well.
+    """Return the DeepSpeed config that the launcher requests, or another one, checked.
 
     Args:
         file: A config to read instead: its path, or itself as base64.
@@ -33,7 +31,7 @@ def checked_deepspeed_config(file: str | None = None) -> dict[str, Any]:
     """
     check_installed("deepspeed")
     environ = os.environ if file is None else {DEEPSPEED_FILE: file}
-    return read_deepspeed_config(environ, check_sections=section_mistakes)
+    return read_deepspeed_config(environ)
 
 
 def use_deepspeed_config(config: dict[str, Any], **fit: Any) -> list[str]:
@@ -113,83 +111,3 @@ def fit_configs_of_scripts() -> None:
         original(self, config)
 
     HfDeepSpeedConfig.__init__ = init
-
-
-def section_mistakes(config: Mapping[str, Any]) -> list[str]:
-    """Return the mistakes for which DeepSpeed refuses a config: of each part, else of the whole.
-
-    Values at the top level have the types that belong there. `auto` is left out: the run fills it
-    in.
-    """
-    # The run sets the batch.
-    batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    parts = {key: value for key, value in _without_auto(config).items() if key not in batch}
-    with _silent():
-        mistakes = [mistake for key in parts for mistake in _mistakes({key: parts[key]}, key)]
-        return mistakes or _mistakes(parts)
-
-
-def _mistakes(config: Mapping[str, Any], within: str | None = None) -> list[str]:
-    from deepspeed import DeepSpeedConfig
-    from pydantic import ValidationError
-
-    try:
-        # The run sets the batch, and DeepSpeed reads no config without one.
-        DeepSpeedConfig({**config, "train_micro_batch_size_per_gpu": 1})
-    except ValidationError as error:
-        return [_in_words(error.title, mistake, within) for mistake in error.errors()]
-    except Exception as error:  # its readers assert, and look keys up in values of any type
-        reason = sentence_of(error).rstrip(".")
-        if isinstance(error, AttributeError | KeyError | TypeError):
-            reason = f"DeepSpeed cannot read it ({reason})"
-        return [reason if within is None else f"{within}: {reason}"]
-    return []
-
-
-def _in_words(title: str, mistake: Mapping[str, Any], within: str | None) -> str:
-    """Return one of pydantic's errors as a sentence with the path of its key."""
-    place = [str(name) for name in mistake["loc"]]
-    # The trackers' models are fields of one common model.
-    path = ".".join(place if within in (None, *place[:1]) else [str(within), *place])
-    if mistake["type"] == "extra_forbidden":
-        return unknown_key(path, _fields(title, place[:-1]))
-    reason = mistake["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    return f"{path} is {mistake['input']!r}: {reason}" if place else f"{path}: {reason}"
-
-
-def _fields(title: str, place: Sequence[str]) -> list[str]:
-    """Return the keys of the model with this name, or of a model of its fields further in."""
-    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-
-    models = [kind for kind in _subclasses(DeepSpeedConfigModel) if kind.__name__ == title]
-    for name in place:
-        entries = [model.model_fields.get(name) for model in models]
-        # `Model` or `Optional[Model]`.
-        annotations = [entry.annotation for entry in entries if entry is not None]
-        kinds = [kind for outer in annotations for kind in get_args(outer) or (outer,)]
-        models = [kind for kind in kinds if kind in set(_subclasses(DeepSpeedConfigModel))]
-    return [field.alias or name for model in models for name, field in model.model_fields.items()]
-
-
-def _subclasses(kind: type) -> Iterator[Any]:
-    for subclass in kind.__subclasses__():
-        yield subclass
-        yield from _subclasses(subclass)
-
-
-def _without_auto(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_auto(inner) for key, inner in value.items() if inner != AUTO}
-    return value
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Keep DeepSpeed's warnings for the config that it trains with."""
-    from deepspeed.utils import logger
-
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before

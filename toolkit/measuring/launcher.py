@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import psutil
 
+from toolkit.configs.check.command import refuse_errors
 from toolkit.measuring.attestation import Refused
 
 RANKS: Final = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -41,11 +42,30 @@ def check_launch(environ: Mapping[str, str]) -> None:
     # A launcher of several ranks obeys its command line.
     if any(name in environ for name in RANKS):
         return
+    words = words_of_launch()
+    if words is not None and (refusal := refusal_of(words)) is not None:
+        raise Refused(refusal)
+
+
+def check_config_file() -> None:
+    """Refuse what is wrong in the launcher's config file, where its command line names one.
+
+    Raises:
+        UsageError: as `refuse_errors`.
+    """
+    words = words_of_launch()
+    arguments = None if words is None else _parsed(words)
+    if arguments is not None and arguments.config_file and Path(arguments.config_file).is_file():
+        # The variables are those that the launcher made of the file.
+        refuse_errors([Path(arguments.config_file)], {}, num_processes=arguments.num_processes)
+
+
+def words_of_launch() -> Sequence[str] | None:
+    """Return the arguments of the `accelerate launch` that started this rank; None: not known."""
     with suppress(psutil.Error, OSError):
         parent = psutil.Process().parent()
-        words = launcher_words([] if parent is None else parent.cmdline())
-        if words is not None and (refusal := refusal_of(words)) is not None:
-            raise Refused(refusal)
+        return launcher_words([] if parent is None else parent.cmdline())
+    return None
 
 
 def launcher_words(command: Sequence[str]) -> Sequence[str] | None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import cache, partial
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 
+from toolkit.configs.check.flags import (
+    flags_document,
+    training_argument_types,
+    values_of_other_types,
+)
 from toolkit.data.chat import requested_template
 from toolkit.data.sources import check_file
 from toolkit.errors import UsageError
@@ -71,24 +74,6 @@ def refuse_all(checks: Sequence[Callable[[], object]], advice: str = "") -> None
         raise UsageError(" ".join(dict.fromkeys(messages)) + advice)
 
 
-@cache
-def training_argument_types() -> dict[str, str]:
-    """Return the fields of `TrainingArguments`, each with its type as it is written.
-
-    They are read from its source, since importing it takes seconds. `HfArgumentParser` makes a flag
-    of each, and of a switch that is on one more, `--no_...` (transformers 5.24, hf_argparser.py).
-    """
-    spec = find_spec("transformers")
-    source = Path(str(spec and spec.origin)).with_name("training_args.py")
-    return {
-        line.target.id: ast.unparse(line.annotation)
-        for node in ast.parse(source.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"
-        for line in node.body
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
-    }
-
-
 def _check_names(rest: Sequence[str]) -> None:
     flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
     theirs = training_argument_types()
@@ -108,18 +93,11 @@ def _check_names(rest: Sequence[str]) -> None:
 
 
 def _check_numbers(rest: Sequence[str]) -> None:
-    for word, following in zip(rest, [*rest[1:], "--"], strict=False):
-        flag, equals, value = word.partition("=")
-        kind = training_argument_types().get(flag.lstrip("-").replace("-", "_"), "")
-        convert = {"int": int, "float": float}.get(kind.removesuffix(" | None"))
-        value = value if equals else following
-        if convert is None or not word.startswith("--") or value == "--":
-            continue
-        try:
-            convert(value)
-        except ValueError:
-            noun = "a whole number" if convert is int else "a number"
-            raise UsageError(f"{flag} {value} is not {noun}.") from None
+    flags = flags_document(rest)
+    for name, value, noun in values_of_other_types(flags.content):
+        key = flags.place((name,))
+        written = flags.text[key.start : key.end].partition("=")[0]
+        raise UsageError(f"{written} {value} is not {noun}.")
 
 
 def _check_dataset(name: str) -> None:

@@ -9,11 +9,13 @@ no rounding can have grown.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from toolkit.comparing.parity.gates import first_common_step, judge, judge_control, unjudged
@@ -37,7 +39,8 @@ from toolkit.comparing.run.preparing import prepare
 from toolkit.comparing.run.progress import waiting
 from toolkit.comparing.run.rows import add_judgement, bisect_command, build_row
 from toolkit.configs import ConfigOptions
-from toolkit.configs.files import render_configs
+from toolkit.configs.check.command import refuse_errors
+from toolkit.configs.files import write_configs
 from toolkit.errors import UsageError
 from toolkit.escaping import one_line
 from toolkit.launching.folder_lock import lock_folder
@@ -146,13 +149,17 @@ class Comparison:
         nvme = self.options.nvme_path
         if nvme is not None and not nvme.is_dir():
             raise UsageError(f"--nvme_path {nvme} is not a folder. Make it, or name another.")
-        for planned in self.planned():
-            if planned.skipped is None:
-                render_configs(
+        with TemporaryDirectory() as folder:
+            files = [
+                write_configs(
                     planned.strategy,
-                    deepspeed_json=Path("ds.json"),
+                    Path(folder, planned.name),
                     options=ConfigOptions(num_processes=planned.num_processes),
                 )
+                for planned in self.planned()
+                if planned.skipped is None
+            ]
+            refuse_errors([file.accelerate for file in files], os.environ)
 
     def planned(self) -> list[Run]:
         """Return every run that may happen, each once."""

@@ -1,0 +1,1 @@
+"""What configs, flags and scripts really ask for, read before anything runs."""
