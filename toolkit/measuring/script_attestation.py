@@ -38,6 +38,7 @@ from toolkit.launching.progress import progressed
 from toolkit.launching.ranks import rank, say
 from toolkit.measuring.attestation import Refused, Requested
 from toolkit.measuring.between_ranks import FAILED, exchange, notes, refusals
+from toolkit.measuring.few_steps import FewSteps
 from toolkit.measuring.forwards import LearnedRows, Products
 from toolkit.measuring.observed import Observed, judging_loss, sums_at_start
 from toolkit.measuring.recorder import Recorder
@@ -46,8 +47,12 @@ from toolkit.strategies import COMPUTE_DTYPES, Strategy
 
 
 @contextmanager
-def watch(*, rehearsal: bool) -> Iterator[None]:
+def watch(*, rehearsal: bool, few: FewSteps | None = None) -> Iterator[None]:
     """Attest the first model that is prepared for training, and report it even if the script fails.
+
+    Args:
+        rehearsal: Whether ranks are compared, which takes time.
+        few: Counts the steps of the prepared optimizer.
 
     Raises:
         Refused: the actual settings differ from the requested ones.
@@ -98,6 +103,8 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
         prepared = original(self, *objects, **options)
         results = prepared if isinstance(prepared, tuple | list) else (prepared,)
         if script.completes(self, results, starts):
+            if few is not None:
+                few.prepared(script.models[0], script.optimizers[0])
             if script.splits_its_model and LAUNCHER not in launched:
                 return prepared  # no config asks for anything else
             given = plugins[id(self)]
