@@ -108,7 +108,7 @@ def main() -> None:
             with (
                 _watchdog(hang_timeout, status),
                 _made_small(options) as few,
-                watch(rehearsal=rehearsal, few=few),
+                watch(rehearsal=rehearsal, few=few, observe=options.observe),
                 machines.watched(),
             ):
                 run_script()
@@ -175,6 +175,11 @@ class _Options:
     hang_timeout: float | None = None
     shrink: bool = False
     steps: int | None = None
+    observe: Path | None = None
+    """Folder for what is observed of the script."""
+
+    for_ranks: int = 1
+    """Ranks whose work this process does."""
 
 
 def _options(arguments: list[str]) -> tuple[_Options, list[str]]:
@@ -186,18 +191,27 @@ def _options(arguments: list[str]) -> tuple[_Options, list[str]]:
             options.shrink = True
             arguments = arguments[1:]
             continue
-        if name not in ("--hang_timeout", "--steps"):
+        if name not in ("--hang_timeout", "--steps", "--observe", "--for_ranks"):
             break
         value, arguments = (
             (value, arguments[1:]) if value else ("".join(arguments[1:2]), arguments[2:])
         )
-        if name == "--hang_timeout":
-            options.hang_timeout = seconds_of(value)
-        elif value.isdecimal() and int(value):
-            options.steps = int(value)
-        else:
-            raise UsageError(f"--steps takes a number of optimizer steps from 1 on, not {value!r}.")
+        match name:
+            case "--hang_timeout":
+                options.hang_timeout = seconds_of(value)
+            case "--steps":
+                options.steps = _counted(value, name, "optimizer steps")
+            case "--for_ranks":
+                options.for_ranks = _counted(value, name, "ranks")
+            case _:
+                options.observe = Path(value)
     return options, arguments
+
+
+def _counted(value: str, flag: str, things: str) -> int:
+    if value.isdecimal() and int(value):
+        return int(value)
+    raise UsageError(f"{flag} takes a number of {things} from 1 on, not {value!r}.")
 
 
 @contextlib.contextmanager
@@ -215,6 +229,10 @@ def _made_small(options: _Options) -> Iterator[FewSteps | None]:
             folder = folder_of_launch() / f"small-models-{rank()}"
             few.most_tokens = stack.enter_context(shrinking(folder)).most_tokens
         stack.enter_context(few_steps(few))
+        if options.for_ranks > 1:
+            from toolkit.measuring.one_for_many import one_for_many
+
+            stack.enter_context(one_for_many(options.for_ranks))
         yield few
 
 

@@ -63,6 +63,11 @@ class FewSteps:
         """Whether every model that trains is in evaluation mode."""
         return bool(self._models) and not any(model.training for model in self._models)
 
+    @property
+    def was_cut(self) -> bool:
+        """Whether the script went on for too long after the last step."""
+        return self._idle > IDLE
+
     def prepared(self, model: Any, optimizer: Any) -> None:
         """Count the steps of a prepared optimizer from now on."""
         self._models.append(model)
@@ -77,7 +82,7 @@ class FewSteps:
             SystemExit: there have been too many.
         """
         self._idle += 1
-        if self._idle > IDLE:
+        if self.was_cut:
             self.say(f"the script goes on after {self.taken} steps, and was cut")
             raise SystemExit(0)
 

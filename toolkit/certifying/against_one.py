@@ -1,0 +1,69 @@
+"""One against N: the first step of N ranks held against one process that does the same work."""
+
+from __future__ import annotations
+
+from toolkit.certifying.subject import Finding, Subject, broken, holds, not_judged, note
+
+ROWS = "batch"
+"""The link of a bisection that compares rows."""
+
+NOTED = 1e-3
+"""Relative difference of the two means from which it is worth a note."""
+
+
+def same_step(subject: Subject) -> Finding:
+    """Find the first link of the step in which N ranks differ from one process."""
+    bisection = subject.bisection
+    if bisection is None:
+        return not_judged(subject.no_bisection)
+    first = bisection.first
+    if first is None:
+        gradients = next(one for one in bisection.findings if one.link == "gradients")
+        return holds(
+            f"loss, gradients, norm, rate and update are equal; gradients: {gradients.words}"
+        )
+    if first.link in (ROWS, "trained parameters"):
+        return not_judged(f"one process did not do the same work: {first.link}: {first.words}")
+    return broken(
+        f"the first difference is in {first.link}: {first.words}",
+        "Divide by the tokens or the micro-batches of all ranks once, and let Accelerator or the "
+        "Trainer reduce",
+    )
+
+
+def mean_of_means(subject: Subject) -> Finding:
+    """Say how far a mean of the micro-batches' means is from the mean over all tokens."""
+    evidence = subject.evidence
+    if evidence is None:
+        return not_judged("no optimizer step was seen")
+    batches = [batch for of_rank in evidence["ranks"] for batch in of_rank]
+    rows = [row for batch in batches for row in batch["rows"]]
+    if not rows or any(row["loss"] is None for row in rows):
+        return not_judged("the model gave no logits, or no labels (B, T)")
+    counts = [sum(row["supervised"] for row in batch["rows"]) for batch in batches]
+    sums = [sum(row["loss"] or 0.0 for row in batch["rows"]) for batch in batches]
+    if not all(counts):
+        return not_judged("a micro-batch has no token to learn")
+    by_tokens = sum(sums) / sum(counts)
+    by_batches = sum(total / count for total, count in zip(sums, counts, strict=True)) / len(sums)
+    gap = abs(by_batches / by_tokens - 1) if by_tokens else 0.0
+    if len(set(counts)) == 1:
+        return holds(f"each micro-batch has {counts[0]:,} trained tokens: both means are one")
+    weights = [
+        batch["applied"] * batch["loss"] / (total or 1.0)
+        for batch, total in zip(batches, sums, strict=True)
+        if batch["applied"] is not None
+    ]
+    if len(weights) < len(batches):
+        return not_judged("what backward began with was not seen")
+    if max(weights) - min(weights) <= NOTED * max(map(abs, weights)):
+        return holds(
+            f"every token counts the same, in micro-batches of {min(counts)} to {max(counts)}"
+        )
+    return note(
+        f"micro-batches have {min(counts):,} to {max(counts):,} trained tokens and count the same: "
+        f"a token of the smallest weighs {max(weights) / min(weights):.2f} times one of the "
+        f"largest. The loss of the step is {gap:.1%} off the mean over its tokens",
+        "Divide the summed loss by the tokens of the whole step on all ranks, as the Trainer does "
+        "with num_items_in_batch",
+    )
