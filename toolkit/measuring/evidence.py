@@ -117,10 +117,13 @@ class EvidenceKeeper:
             if self._step.read:
                 self._step.read[-1].take_labels(labels)
 
-    def step_done(self) -> None:
+    def step_done(self, *, within_step: bool = False) -> None:
         """Write the evidence of the step if it was kept and updated; a collective.
 
         If fp16 skipped the step, the next one is kept, unless this step was requested by number.
+
+        Args:
+            within_step: The optimizer still calls its hooks, and none may be removed.
         """
         if self.is_open and self._step.updated:
             groups = self._backend.parameter_groups(self._optimizer)
@@ -128,7 +131,9 @@ class EvidenceKeeper:
                 group["next_learning_rate"] = float(settings["lr"])
             self._write(gather_objects(self._of_this_rank()))
         if self.is_open and (self._step.updated or self._wanted is not None):
-            self.close()
+            self.is_open = False
+            if not within_step:
+                self.close()
         self._number += 1
         if self.is_open:
             self._step = _KeptStep(before_digest=self._step.before_digest)

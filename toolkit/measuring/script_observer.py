@@ -222,7 +222,7 @@ class ScriptObserver:
     def _stepped(self) -> None:
         if not self._few.is_done:
             self._steps += 1
-            self.keeper.step_done()
+            self.keeper.step_done(within_step=True)
 
     # At the end
 
