@@ -2,13 +2,56 @@
 
 from __future__ import annotations
 
-from toolkit.certifying.subject import Finding, Subject, broken, holds, not_judged, note
+import math
+from typing import Final
 
-ROWS = "batch"
+from toolkit.certifying.subject import Finding, Subject, broken, holds, not_judged, note
+from toolkit.comparing.bisect.distances import compare_tensors
+from toolkit.records.evidence import GRADIENTS_FILE, MicroBatch
+
+NO_STEP: Final = "no micro-batch of an optimizer step was seen"
+
+SCALED: Final = 1.2
+"""Factor up to which the loss of a step may lie outside of its micro-batches' means."""
+
+ROWS: Final = "batch"
 """The link of a bisection that compares rows."""
 
-NOTED = 1e-3
+NOTED: Final = 1e-3
 """Relative difference of the two means from which it is worth a note."""
+
+
+def size_of_loss(subject: Subject) -> Finding:
+    """Find a step that takes the gradient of a multiple of its mean loss."""
+    evidence = subject.evidence
+    if evidence is None:
+        return not_judged(NO_STEP)
+    batches = [batch for of_rank in evidence["ranks"] for batch in of_rank]
+    applied = [batch["applied"] for batch in batches]
+    means = [_mean(batch) for batch in batches]
+    if not all(batch["by_model"] for batch in batches) or None in applied or None in means:
+        return not_judged("the script computes its loss by itself")
+    taken = sum((a or 0.0) * b["loss"] for a, b in zip(applied, batches, strict=True))
+    taken /= len(evidence["ranks"])
+    low, high = min(m or 0.0 for m in means), max(m or 0.0 for m in means)
+    if not low / SCALED <= taken <= high * SCALED:
+        times = taken / (sum(m or 0.0 for m in means) / len(means))
+        return broken(
+            f"backward takes a loss of {taken:.4g} in a step whose micro-batches have mean losses "
+            f"of {low:.4g} to {high:.4g}: gradients are {times:.3g} times their size",
+            "Divide each micro-batch's loss by their number, or pass num_items_in_batch on to "
+            "super().compute_loss",
+        )
+    return holds(f"backward takes {taken:.4g}, micro-batches have {low:.4g} to {high:.4g}")
+
+
+def _mean(batch: MicroBatch) -> float | None:
+    """Return the mean loss of a micro-batch's tokens; None where it isn't known."""
+    counted = sum(row["supervised"] for row in batch["rows"])
+    losses = [row["loss"] for row in batch["rows"]]
+    if not counted or None in losses:
+        return None
+    return sum(loss or 0.0 for loss in losses) / counted
 
 
 def same_step(subject: Subject) -> Finding:
@@ -24,6 +67,13 @@ def same_step(subject: Subject) -> Finding:
         )
     if first.link in (ROWS, "trained parameters"):
         return not_judged(f"one process did not do the same work: {first.link}: {first.words}")
+    if not math.isfinite(first.value or 0.0):
+        return not_judged(f"there is nothing to compare: {first.link}: {first.words}")
+    if subject.many[0]["own_step"] and first.link in ("loss weighting", "loss of the step"):
+        # It need not divide by the micro-batches that one process has in place of ranks.
+        scale = compare_tensors(*bisection.pair.tensors(GRADIENTS_FILE)).scale
+        if scale and math.isclose(scale * len(subject.many), 1.0, rel_tol=1e-3):
+            return holds("the gradients are equal but for the micro-batches that are added up")
     return broken(
         f"the first difference is in {first.link}: {first.words}",
         "Divide by the tokens or the micro-batches of all ranks once, and let Accelerator or the "
@@ -35,7 +85,7 @@ def mean_of_means(subject: Subject) -> Finding:
     """Say how far a mean of the micro-batches' means is from the mean over all tokens."""
     evidence = subject.evidence
     if evidence is None:
-        return not_judged("no optimizer step was seen")
+        return not_judged(NO_STEP)
     batches = [batch for of_rank in evidence["ranks"] for batch in of_rank]
     rows = [row for batch in batches for row in batch["rows"]]
     if not rows or any(row["loss"] is None for row in rows):

@@ -28,7 +28,7 @@ from toolkit.errors import UsageError
 from toolkit.files import check_takes_files
 from toolkit.launching.launch import launch_command, run
 from toolkit.launching.outcome import Outcome
-from toolkit.records.evidence import EVIDENCE_FILE, read_evidence
+from toolkit.records.evidence import Evidence, read_evidence
 from toolkit.records.json_files import SCHEMA
 from toolkit.records.observation import Observation, observation_file, read_observations
 from toolkit.redaction import learn, redacted_words
@@ -99,7 +99,8 @@ class _Certifying:
         outcome = self._start(MANY, self.config, self.options.num_processes, [])
         many = self._observed(self.folder / MANY)
         if not many or outcome.status not in ("ok", "refused"):
-            print_line(f"The script could not be run: {outcome.reason}", console=self.console)
+            reason = outcome.reason or "; ".join(self.notes[-2:])
+            print_line(f"The script could not be judged: {reason}", console=self.console)
             return COULD_NOT_RUN
         ranks = many[0]["num_processes"]
         one: list[Observation] = []
@@ -173,7 +174,7 @@ class _Certifying:
     def _end(self, subject: Subject) -> int:
         checks = judged([*judge_all(subject)])
         tokens = subject.tokens
-        texts = tokens["texts"] if tokens is not None and self.options.show_rows else {}
+        texts = tokens["texts"] if self.options.show_rows else {}
         certificate = Certificate(
             schema=SCHEMA,
             script=redacted_words(self.script),
@@ -194,5 +195,9 @@ class _Certifying:
         return 1 if certificate["answer"] == "broken" else 0
 
 
-def _evidence(folder: Path):
-    return read_evidence(folder) if (folder / EVIDENCE_FILE).is_file() else None
+def _evidence(folder: Path) -> Evidence | None:
+    """Return the evidence of the first step; None where no micro-batch of it was seen."""
+    try:
+        return read_evidence(folder)
+    except UsageError:
+        return None

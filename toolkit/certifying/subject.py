@@ -75,7 +75,7 @@ class Subject:
     """What the run itself said."""
 
     @property
-    def tokens(self) -> Tokens | None:
+    def tokens(self) -> Tokens:
         return self.many[0]["tokens"]
 
     @property

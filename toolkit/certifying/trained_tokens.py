@@ -41,7 +41,7 @@ def some_tokens(subject: Subject, rows: list[Row]) -> Finding:
 def stop_token(subject: Subject, rows: list[Row]) -> Finding:
     """Find answers whose stop token is not trained, so that the model never learns to stop."""
     tokens = subject.tokens
-    if tokens is None or not tokens["stops"]:
+    if not tokens["stops"]:
         return not_judged("no tokenizer with a stop token was seen")
     stops = {*tokens["stops"], *tokens["turn_end"][-1:]}
     ends = [(row, *end) for row in rows for end in _ends_of_spans(row)]
@@ -62,7 +62,7 @@ def stop_token(subject: Subject, rows: list[Row]) -> Finding:
     if all(len(row.tokens) == len(rows[0].tokens) for row in rows):
         return not_judged("all rows are equally long blocks of text, in which nothing ends")
     return note(
-        f"no answer of {len(ends)} is followed by a stop token: the model is not taught to stop",
+        f"no answer of {len(ends)} ends with a stop token, so the model is not taught to stop",
         "Append the tokenizer's eos token to each text that is whole",
     )
 
@@ -87,7 +87,7 @@ def _ends_of_spans(row: Row) -> Iterator[tuple[int, bool]]:
 def bos_once(subject: Subject, rows: list[Row]) -> Finding:
     """Find rows that begin with two tokens of beginning."""
     tokens = subject.tokens
-    if tokens is None or tokens["bos"] is None:
+    if tokens["bos"] is None:
         return not_judged("no tokenizer with a token of beginning was seen")
     double = [row.place for row in rows if row.tokens[:2] == [tokens["bos"]] * 2]
     if double:
@@ -147,7 +147,7 @@ def shifted(subject: Subject, rows: list[Row]) -> Finding:
 def in_vocabulary(subject: Subject) -> Finding:
     """Find ids that the model has no row for."""
     tokens = subject.tokens
-    if tokens is None or not tokens["vocabulary"]:
+    if not tokens["vocabulary"]:
         return not_judged("the model has no table of tokens")
     largest = max(
         (token for _, batch in subject.batches for row in batch["tokens"] for token in row),
@@ -165,7 +165,7 @@ def in_vocabulary(subject: Subject) -> Finding:
 def cut_rows(subject: Subject, rows: list[Row]) -> Finding:
     """Find rows that were cut at a length: the longest ones lack the stop that others have."""
     tokens = subject.tokens
-    if tokens is None or not tokens["stops"]:
+    if not tokens["stops"]:
         return not_judged("no tokenizer with a stop token was seen")
     stops = {*tokens["stops"], *tokens["turn_end"][-1:]}
 

@@ -186,7 +186,7 @@ class EvidenceKeeper:
                     )
 
     def _forward(self, module: Any, _: Any, inputs: dict[str, Any], output: Any) -> None:
-        if not (self.is_open and module.training and torch.is_grad_enabled()):
+        if not (self.is_open and torch.is_grad_enabled()):
             return
         loss = getattr(output, "loss", None)
         if loss is None:
@@ -409,8 +409,9 @@ class _Read:
         self._rows = _rows(self._inputs | {"labels": labels}, self._logits)
         self._inputs, self._logits = {}, None  # not kept until the step ends
 
-    def _backward(self, gradient: torch.Tensor) -> None:
-        self._applied = gradient.detach()
+    def _backward(self, gradient: torch.Tensor | None) -> None:
+        # None where a script goes back from another loss than the model's own.
+        self._applied = None if gradient is None else gradient.detach()
 
     def described(self, sample_ids: list[int] | None, *, scale: float) -> MicroBatch:
         if sample_ids is not None and len(sample_ids) == len(self._rows):

@@ -26,7 +26,11 @@ IDLE: Final = 30
 """Steps without an effect, and passes over loaders, after which a script is cut."""
 
 EVALUATED: Final = 2
-"""Batches of a pass while the model is in evaluation mode."""
+"""Batches of a pass while the model is in evaluation mode, once it has trained."""
+
+EVALUATED_BEFORE: Final = 64
+"""The same before the first step: `from_pretrained` leaves a model in this mode, and a Trainer reads
+the micro-batches of a step before it changes it."""
 
 SWITCHES: Final = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "SWANLAB_MODE": "disabled"}
 """Variables by which trackers are told to do nothing."""
@@ -137,7 +141,11 @@ class _Pass:
 
     def __next__(self) -> Any:
         few = self._few
-        enough = 1 if few.is_done else EVALUATED if few.steps and few.evaluates else sys.maxsize
+        enough = sys.maxsize
+        if few.is_done:
+            enough = 1
+        elif few.steps and few.evaluates:
+            enough = EVALUATED if few.taken else EVALUATED_BEFORE
         if self._given >= enough:
             raise StopIteration
         batch = next(self._batches)

@@ -76,6 +76,7 @@ class ScriptObserver:
         self._draws: list[int] | None = None
         self._data: list[int] | None = None
         self._trainer: str | None = None
+        self._own_step = False
 
     def start(self) -> None:
         """Watch what the script loads; before it begins."""
@@ -134,6 +135,7 @@ class ScriptObserver:
 
             def logging(this: Any, logs: dict[str, Any], *rest: Any, **options: Any) -> None:
                 self._trainer = type(this).__name__
+                self._own_step = _has_own_step(type(this), trainer.Trainer)
                 if not self._few.is_done or "loss" in logs:
                     self._logged.append({"step": this.state.global_step, **_plain(logs)})
                 log(this, logs, *rest, **options)
@@ -155,6 +157,7 @@ class ScriptObserver:
             steps=self._steps,
             cut=self._few.was_cut,
             trainer=self._trainer,
+            own_step=self._own_step,
             model=type(innermost(self._model)).__name__,
             batches=self._batches,
             rows=self._rows,
@@ -210,7 +213,7 @@ class ScriptObserver:
             )
 
     def _after_forward(self, module: Any, _: Any, inputs: dict[str, Any], output: Any) -> None:
-        if module.training and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             self.keeper.micro_batch(None, inputs.get("labels"))
 
     def _begins(self) -> None:
@@ -226,28 +229,34 @@ class ScriptObserver:
 
     # At the end
 
-    def _special_tokens(self) -> Tokens | None:
-        if not self._tokenizers:
-            return None
-        tokenizer = self._tokenizers[-1]
+    def _special_tokens(self) -> Tokens:
+        tokenizer = self._tokenizers[-1] if self._tokenizers else None
+        bos, eos, pad = (
+            getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")
+        )
         inner = innermost(self._model)
         generation = getattr(inner, "generation_config", None)
-        eos = getattr(generation, "eos_token_id", None)
-        stops = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+        ends = getattr(generation, "eos_token_id", None)
+        stops = {eos, *(ends if isinstance(ends, list) else [ends])} - {None}
         rows = 0
         with suppress(AttributeError, NotImplementedError):
             rows = inner.get_input_embeddings().num_embeddings
         shown = {token for batch in self._batches for row in batch["tokens"] for token in row}
         return Tokens(
-            bos=tokenizer.bos_token_id,
-            eos=tokenizer.eos_token_id,
-            pad=tokenizer.pad_token_id,
+            bos=bos,
+            eos=eos,
+            pad=pad,
             stops=sorted(stops),
             turn_end=_turn_end(tokenizer, stops),
             vocabulary=rows,
             loaded_vocabulary=self._loaded.get(id(inner)),
-            texts={str(token): tokenizer.decode([token]) for token in sorted(shown)},
+            texts={str(token): tokenizer.decode([token]) for token in sorted(shown) if tokenizer},
         )
+
+
+def _has_own_step(kind: type[Any], Trainer: type[Any]) -> bool:
+    names = ("training_step", "compute_loss")
+    return any(getattr(kind, name) is not getattr(Trainer, name) for name in names)
 
 
 def _turn_end(tokenizer: Any, stops: set[int]) -> list[int]:

@@ -79,6 +79,9 @@ class Observation(TypedDict):
     trainer: str | None
     """Class of the transformers Trainer; null for a loop."""
 
+    own_step: bool
+    """Whether that Trainer computes or weights its loss by code of its own."""
+
     model: str
     batches: list[Batch]
     rows: list[list[int]]
@@ -90,8 +93,7 @@ class Observation(TypedDict):
     logged: list[dict[str, Any]]
     """What a Trainer logged, rank 0 alone."""
 
-    tokens: Tokens | None
-    """Null without a tokenizer of transformers."""
+    tokens: Tokens
 
     parameters: dict[str, Parameter]
     evaluating: int
