@@ -17,6 +17,8 @@ SCALED: Final = 1.2
 ROWS: Final = "batch"
 """The link of a bisection that compares rows."""
 
+CLIPPING: Final = "clipping norm"
+
 NOTED: Final = 1e-3
 """Relative difference of the two means from which it is worth a note."""
 
@@ -69,6 +71,11 @@ def same_step(subject: Subject) -> Finding:
         return not_judged(f"one process did not do the same work: {first.link}: {first.words}")
     if not math.isfinite(first.value or 0.0):
         return not_judged(f"there is nothing to compare: {first.link}: {first.words}")
+    limits = [run.evidence["clipping"]["limit"] for run in bisection.pair.runs]
+    if first.link == CLIPPING and limits[0] != limits[1]:
+        return not_judged(
+            "loss and gradients are equal; from there on the limits of the norm differ"
+        )
     if subject.many[0]["own_step"] and first.link in ("loss weighting", "loss of the step"):
         # It need not divide by the micro-batches that one process has in place of ranks.
         scale = compare_tensors(*bisection.pair.tensors(GRADIENTS_FILE)).scale

@@ -6,21 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
-from toolkit.certifying.checks import TOKENS
-from toolkit.certifying.subject import ANSWERS, Answer, Check, Finding, Row
+from toolkit.certifying.subject import ANSWERS, Answer, Check, Finding, Subject, worst_first
 from toolkit.files import write_text
-from toolkit.records.json_files import SCHEMA, write_json
+from toolkit.records.json_files import write_json
 from toolkit.redaction import redact
 from toolkit.tables.grid import Section
 from toolkit.tables.markdown import document, escaped, fenced
 from toolkit.tables.terminal import print_line
 
 if TYPE_CHECKING:
+    from markupsafe import Markup
     from rich.console import Console
 
 PAGE: Final = "certificate"
 
 SHOWN_ROWS: Final = 3
+ROWS_TITLE: Final = "Rows as they are trained"
 
 
 class Judged(TypedDict):
@@ -65,10 +66,11 @@ def judged(found: Sequence[tuple[Check, Finding]]) -> list[Judged]:
     ]
 
 
-def pieces(rows: Sequence[Row], texts: dict[str, str]) -> list[list[tuple[str, bool]]]:
-    """Return the first rows as pieces of text, each trained or not."""
+def pieces(subject: Subject) -> list[list[tuple[str, bool]]]:
+    """Return the first rows as pieces of text, each trained or not; empty without a tokenizer."""
     shown: list[list[tuple[str, bool]]] = []
-    for row in rows[:SHOWN_ROWS]:
+    texts = subject.tokens["texts"] if subject.many else {}
+    for row in subject.rows[:SHOWN_ROWS] if texts else ():
         joined: list[tuple[str, bool]] = []
         for token, is_trained in zip(row.tokens, row.trained, strict=True):
             text = redact(texts.get(str(token), "?"))
@@ -82,7 +84,7 @@ def pieces(rows: Sequence[Row], texts: dict[str, str]) -> list[list[tuple[str, b
 
 def verdict(certificate: Certificate) -> str:
     """Return the certificate in one sentence."""
-    counts = {answer: 0 for answer in ANSWERS}
+    counts = dict.fromkeys(ANSWERS, 0)
     for check in certificate["checks"]:
         counts[check["answer"]] += 1
     names = [check["check"] for check in certificate["checks"] if check["answer"] == "broken"]
@@ -102,7 +104,7 @@ def sections(certificate: Certificate) -> list[Section]:
                 (check["check"], check["answer"], check["words"])
                 for check in sorted(
                     (one for one in certificate["checks"] if one["group"] == group),
-                    key=lambda one: ANSWERS.index(one["answer"]),
+                    key=lambda one: worst_first(one["answer"]),
                 )
             ],
             notes=[
@@ -116,21 +118,36 @@ def sections(certificate: Certificate) -> list[Section]:
         )
         for group in groups
     ]
-    if certificate["rows"]:
-        text = "\n\n".join(fenced(_marked(row)) for row in certificate["rows"])
-        made.insert(
-            1,
-            Section(
-                f"Trained tokens stand between ⟦ and ⟧.\n\n{text}",
-                title="Rows as trained",
-                id="texts",
-            ),
-        )
     return made
 
 
-def _marked(row: Sequence[tuple[str, bool]]) -> str:
-    return "".join(f"⟦{text}⟧" if is_trained else text for text, is_trained in row)
+def rows_as_text(certificate: Certificate) -> Section:
+    """Return the first rows for Markdown, trained tokens between brackets."""
+    rows = [
+        "".join(f"⟦{text}⟧" if trained else text for text, trained in row)
+        for row in certificate["rows"]
+    ]
+    text = "\n\n".join(["Trained tokens stand between ⟦ and ⟧.", *map(fenced, rows)])
+    return Section(text if rows else "", title=ROWS_TITLE if rows else "")
+
+
+def rows_as_html(certificate: Certificate) -> Markup:
+    """Return the first rows for the page, trained tokens marked."""
+    from markupsafe import Markup
+
+    rows = Markup("").join(
+        Markup('<p class="row">{}</p>\n').format(
+            Markup("").join(
+                Markup("<mark>{}</mark>" if trained else "{}").format(text) for text, trained in row
+            )
+        )
+        for row in certificate["rows"]
+    )
+    if not rows:
+        return rows
+    return Markup('<section id="rows">\n<h2>{}</h2>\n<p>Marked: trained.</p>\n{}</section>').format(
+        ROWS_TITLE, rows
+    )
 
 
 def write(certificate: Certificate, folder: Path) -> list[Path]:
@@ -149,12 +166,12 @@ def write(certificate: Certificate, folder: Path) -> list[Path]:
         kind=kind,
         tab=title,
         head={"verdict": said},
-        parts=parts,
+        parts=[parts[0], rows_as_html(certificate), *parts[1:]],
         foot=f"Made from certificate.json. {escaped(versions)}",
     )
     files = {
         f"{PAGE}.html": page,
-        f"{PAGE}.md": document([f"# {escaped(title)}", said], parts),
+        f"{PAGE}.md": document([f"# {escaped(title)}", said], [*parts, rows_as_text(certificate)]),
     }
     for name, text in files.items():
         write_text(folder / name, text)
@@ -164,13 +181,10 @@ def write(certificate: Certificate, folder: Path) -> list[Path]:
 
 def print_certificate(certificate: Certificate, *, console: Console) -> None:
     """Print the checks that did not hold, with advice, and the verdict."""
-    for check in sorted(certificate["checks"], key=lambda one: ANSWERS.index(one["answer"])):
+    for check in sorted(certificate["checks"], key=lambda one: worst_first(one["answer"])):
         if check["answer"] == "holds":
             continue
         print_line(f"{check['answer']}: {check['check']}: {check['words']}", console=console)
         if check["advice"]:
             print_line(f"  {check['advice']}.", console=console)
     print_line(verdict(certificate), console=console)
-
-
-__all__ = ["TOKENS", "Certificate", "judged", "pieces", "print_certificate", "verdict", "write"]

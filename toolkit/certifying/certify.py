@@ -1,10 +1,10 @@
-"""`toolkit certify`: run a script small and short, as N ranks and as one, and judge what it does."""
+"""`toolkit certify`: run a script small and short, as ranks and as one process, and judge it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -16,8 +16,9 @@ from toolkit.certifying.certificate import (
     print_certificate,
     write,
 )
-from toolkit.certifying.checks import judge_all
-from toolkit.certifying.subject import ANSWERS, Subject
+from toolkit.certifying.checks import CHECKS, PREPARED
+from toolkit.certifying.options import CertifyOptions
+from toolkit.certifying.subject import Check, Subject, worst_first
 from toolkit.comparing.bisect.finding import Bisection, bisect
 from toolkit.comparing.bisect.run_pair import TracedRun
 from toolkit.comparing.run.folders import short_path
@@ -26,6 +27,7 @@ from toolkit.comparing.weights import WeightsError
 from toolkit.configs.files import cached_configs
 from toolkit.errors import UsageError
 from toolkit.files import check_takes_files
+from toolkit.launching.forking import warm_launches
 from toolkit.launching.launch import launch_command, run
 from toolkit.launching.outcome import Outcome
 from toolkit.records.evidence import Evidence, read_evidence
@@ -44,20 +46,6 @@ MANY: Final = "ranks"
 ONE: Final = "one"
 
 
-@dataclass(frozen=True, kw_only=True)
-class CertifyOptions:
-    """What a certificate can be asked."""
-
-    strategy: str | None = None
-    config: Path | None = None
-    num_processes: int | None = None
-    steps: int = 3
-    shrink: bool = False
-    show_rows: bool = True
-    output: Path | None = None
-    timeout: float = 600.0
-
-
 def certify(script: Sequence[str], options: CertifyOptions, *, console: Console) -> int:
     """Run a script and write its certificate; return the exit code.
 
@@ -67,7 +55,11 @@ def certify(script: Sequence[str], options: CertifyOptions, *, console: Console)
         UsageError: a mistake in the options; nothing was started.
     """
     learn(script)
-    return _Certifying(script, options, console).run()
+    certifying = _Certifying(script, options, console)
+    # Ranks are forked from a process that has imported all where no GPU is.
+    warm = nullcontext() if certifying.gpus else warm_launches(run_environment(rehearsal=True))
+    with warm:
+        return certifying.run()
 
 
 class _Certifying:
@@ -88,16 +80,24 @@ class _Certifying:
             if options.num_processes is not None:
                 strategy = strategy.on_ranks(options.num_processes)
             self.config, self.name = cached_configs(strategy).accelerate, strategy.name
-        self.rehearsal = True
+        self.gpus = environment.gpus()
+        self.notes: list[str] = []
         folder = options.output or Path("runs") / time.strftime("%Y%m%d-%H%M%S-certificate")
         self.folder = folder.absolute()
         check_takes_files(self.folder, flag="--output")
         if self.folder.exists() and any(self.folder.iterdir()):
             raise UsageError(f"{short_path(self.folder)} is not empty. Choose another --output.")
 
+    @property
+    def rehearsal(self) -> bool:
+        """Whether the ranks had fewer GPUs than there are of them."""
+        return any(line.startswith("rehearsal") for line in self.notes)
+
     def run(self) -> int:
         outcome = self._start(MANY, self.config, self.options.num_processes, [])
         many = self._observed(self.folder / MANY)
+        if not many and outcome.status == "ok":
+            return self._end(Subject(many=[], folder=self.folder, notes=self.notes), [PREPARED])
         if not many or outcome.status not in ("ok", "refused"):
             reason = outcome.reason or "; ".join(self.notes[-2:])
             print_line(f"The script could not be judged: {reason}", console=self.console)
@@ -138,7 +138,7 @@ class _Certifying:
             folder=self.folder / name,
             timeout=options.timeout,
             num_processes=processes,
-            environment=run_environment(rehearsal=self.rehearsal),
+            environment=run_environment(rehearsal=self.rehearsal or not self.gpus),
             loopback=True,
             on_line=lines.append,
         )
@@ -171,21 +171,21 @@ class _Certifying:
         except (UsageError, WeightsError) as error:
             return None, str(error)
 
-    def _end(self, subject: Subject) -> int:
-        checks = judged([*judge_all(subject)])
-        tokens = subject.tokens
-        texts = tokens["texts"] if self.options.show_rows else {}
+    def _end(self, subject: Subject, judges: Sequence[Check] = CHECKS) -> int:
+        found = [(check, check.judge(subject)) for check in judges]
+        checks = judged(found)
+        many = subject.many
         certificate = Certificate(
             schema=SCHEMA,
             script=redacted_words(self.script),
             config=self.name,
-            num_processes=subject.many[0]["num_processes"],
+            num_processes=len(many),
             rehearsal=self.rehearsal,
-            steps=subject.many[0]["steps"],
+            steps=many[0]["steps"] if many else 0,
             shrunk=self.options.shrink,
-            answer=min((check["answer"] for check in checks), key=ANSWERS.index),
+            answer=min([finding.answer for _, finding in found], key=worst_first),
             checks=checks,
-            rows=pieces(subject.rows, texts) if texts else [],
+            rows=[] if self.options.hide_rows else pieces(subject),
             environment=environment.snapshot(),
         )
         written = write(certificate, self.folder)

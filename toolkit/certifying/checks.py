@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
 from toolkit.certifying import (
@@ -12,13 +11,15 @@ from toolkit.certifying import (
     trained_parameters,
     trained_tokens,
 )
-from toolkit.certifying.subject import Check, Finding, Subject, of_rows
+from toolkit.certifying.subject import Check, of_rows
 
 TOKENS: Final = "What is trained"
 PARAMETERS: Final = "Who is trained"
 ROWS: Final = "Rows"
 ONE: Final = "One against N"
 LOG: Final = "Schedule and log"
+
+PREPARED: Final = Check(name="prepared", group=PARAMETERS, judge=trained_parameters.is_prepared)
 
 CHECKS: Final = (
     Check(name="tokens to learn", group=TOKENS, judge=of_rows(trained_tokens.some_tokens)),
@@ -29,6 +30,8 @@ CHECKS: Final = (
     Check(name="label shift", group=TOKENS, judge=of_rows(trained_tokens.shifted)),
     Check(name="cut rows", group=TOKENS, judge=of_rows(trained_tokens.cut_rows)),
     Check(name="vocabulary", group=TOKENS, judge=trained_tokens.in_vocabulary),
+    PREPARED,
+    Check(name="attested", group=PARAMETERS, judge=trained_parameters.attested),
     Check(name="trained parameters", group=PARAMETERS, judge=trained_parameters.trained_move),
     Check(name="frozen parameters", group=PARAMETERS, judge=trained_parameters.frozen_stay),
     Check(name="optimizer", group=PARAMETERS, judge=trained_parameters.optimizer_has_all),
@@ -46,9 +49,3 @@ CHECKS: Final = (
     Check(name="logged loss", group=LOG, judge=schedule.logged_loss),
     Check(name="clipping", group=LOG, judge=schedule.clipping),
 )
-
-
-def judge_all(subject: Subject) -> Iterator[tuple[Check, Finding]]:
-    """Yield every check with what it found."""
-    for check in CHECKS:
-        yield check, check.judge(subject)

@@ -42,7 +42,8 @@ def same_draws(subject: Subject) -> Finding:
     if not all(known):
         return not_judged("the loader has no batch sampler that all ranks share")
     common = min(len(draws or ()) for draws in known)
-    other = [rank for rank, draws in enumerate(known) if draws[:common] != known[0][:common]]
+    first = (known[0] or [])[:common]
+    other = [rank for rank, draws in enumerate(known) if (draws or [])[:common] != first]
     if other:
         return broken(
             f"rank {other[0]} draws other batches than rank 0, though each takes its part of the "

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 
-from toolkit.certifying.subject import Finding, Subject, broken, holds, not_judged
+from toolkit.certifying.subject import Finding, Subject, broken, holds, not_judged, note
 
 SCHEDULER = "one for each process"
 """Words of a note of the run on a scheduler that goes too fast."""
 
 
 def rates(subject: Subject) -> Finding:
-    """Find a learning rate that differs from that of one process, or a scheduler that runs ahead."""
+    """Find a learning rate other than that of one process, or a scheduler that runs ahead."""
     ahead = [line for line in subject.notes if SCHEDULER in line]
-    if ahead:
-        return broken(ahead[0], "Count the scheduler's steps in optimizer steps")
     ours = subject.many[0]["rates"]
     if not ours:
         return not_judged("no optimizer step was seen")
@@ -28,6 +26,8 @@ def rates(subject: Subject) -> Finding:
                 f"in step {step} the rate is {own:.6g}, and {other:.6g} in one process",
                 "Count the steps of the schedule from the prepared loader, in optimizer steps",
             )
+    if ahead:
+        return note(ahead[0], "See that its length is counted in the steps of all processes")
     return holds(f"{shown} in steps 1 to {len(ours)}, as in one process")
 
 
@@ -62,11 +62,18 @@ def clipping(subject: Subject) -> Finding:
     found, norm = evidence["clipping"], evidence["gradient_norm"]
     if found["limit"] is None:
         return not_judged("the script does not clip")
+    alone = None if subject.bisection is None else subject.bisection.pair.reference.evidence
+    if alone is not None and alone["clipping"]["limit"] != found["limit"]:
+        return broken(
+            f"the config clips at {found['limit']:g}, the script at "
+            f"{alone['clipping']['limit'] or 0.0:g}",
+            "Write the script's number into the config: gradient_clipping in DeepSpeed's file",
+        )
     if found["norm"] is None or not norm:
         return not_judged("no norm was computed")
     if abs(found["norm"] / norm - 1) > 1e-2:
         return broken(
-            f"clipping takes {found['norm']:.4g} for the norm of the gradients, which is {norm:.4g}",
+            f"clipping takes {found['norm']:.4g} for the gradients' norm, which is {norm:.4g}",
             "Clip by accelerator.clip_grad_norm_, which knows what each rank holds",
         )
     logged = [log["grad_norm"] for log in subject.many[0]["logged"] if "grad_norm" in log]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -16,6 +16,11 @@ Answer = Literal["holds", "broken", "note", "not judged"]
 
 ANSWERS: Final[tuple[Answer, ...]] = ("broken", "note", "not judged", "holds")
 """In the order in which a page shows them."""
+
+
+def worst_first(answer: Answer) -> int:
+    """Return the place of an answer in that order."""
+    return ANSWERS.index(answer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,20 +60,20 @@ class Subject:
     many: list[Observation]
     """Of all ranks of the run under the config."""
 
-    evidence: Evidence | None
+    evidence: Evidence | None = None
     """Of its first step."""
 
     folder: Path
     """Of that run."""
 
-    one: list[Observation]
+    one: Sequence[Observation] = ()
     """Of one process that does the work of all ranks; empty where there is no such run."""
 
-    bisection: Bisection | None
-    no_bisection: str
+    bisection: Bisection | None = None
+    no_bisection: str = ""
     """Why the two were not compared."""
 
-    refused: str
+    refused: str = ""
     """Why the ranks have not trained one model together; empty where they have."""
 
     notes: list[str]

@@ -10,7 +10,30 @@ from toolkit.records.evidence import GRADIENTS_FILE
 
 HEAVY = 0.99
 
+ENGAGED = "what engaged is not what was asked"
+
 NO_STEP = "no optimizer step was seen"
+
+
+def is_prepared(subject: Subject) -> Finding:
+    """Find a model or an optimizer that the script did not prepare."""
+    if not subject.many:
+        return broken(
+            next((line for line in subject.notes if "prepare" in line), "nothing was trained"),
+            "Pass the model and the optimizer through Accelerator.prepare, or train by a Trainer",
+        )
+    return holds(f"{subject.many[0]['model']} and its optimizer were prepared")
+
+
+def attested(subject: Subject) -> Finding:
+    """Find settings that are not those of the config."""
+    if ENGAGED in subject.refused:
+        return broken(
+            subject.refused.partition(ENGAGED)[2].strip(". "),
+            "Let script and config ask for the same, and the optimizer hold every parameter",
+        )
+    line = next((line for line in subject.notes if line.startswith("attested")), "")
+    return holds(line) if line else not_judged("the run ended before its first step was attested")
 
 
 def trained_move(subject: Subject) -> Finding:
@@ -20,7 +43,7 @@ def trained_move(subject: Subject) -> Finding:
         for name, parameter in seen["parameters"].items():
             if parameter["trained"] and parameter["moved"] is not None and parameter["elements"]:
                 moved.setdefault(name, []).append(parameter["moved"])
-    if not moved:
+    if not moved or not subject.many[0]["steps"]:
         return not_judged(NO_STEP)
     if not any(rate for seen in subject.many for rate in seen["rates"]):
         return not_judged("the learning rate was 0 in every step")
@@ -102,7 +125,7 @@ def none_empty(subject: Subject) -> Finding:
 
 def one_model(subject: Subject) -> Finding:
     """Find ranks that have trained different models."""
-    if subject.refused:
+    if subject.refused and ENGAGED not in subject.refused:
         return broken(subject.refused, "Every rank must train the same model")
     if len(subject.many) < 2:
         return not_judged("there is one rank")
@@ -141,8 +164,8 @@ def spread_norm(subject: Subject) -> Finding:
     share = squares[name] / max(sum(squares.values()), 1e-300)
     if share > HEAVY and len(squares) > 1:
         return note(
-            f"{name} has {share:.1%} of the squared norm of all gradients: clipping makes all other "
-            "updates as small",
+            f"{name} has {share:.1%} of the squared norm of all gradients: clipping makes all "
+            "other updates as small",
             "Look how its weights were initialised, and at the scale of its inputs",
         )
     return holds(f"the largest share of the squared norm is {share:.0%}, of {name}")

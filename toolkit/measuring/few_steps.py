@@ -29,8 +29,8 @@ EVALUATED: Final = 2
 """Batches of a pass while the model is in evaluation mode, once it has trained."""
 
 EVALUATED_BEFORE: Final = 64
-"""The same before the first step: `from_pretrained` leaves a model in this mode, and a Trainer reads
-the micro-batches of a step before it changes it."""
+"""The same before the first step: `from_pretrained` leaves a model in this mode, and a Trainer
+reads the micro-batches of a step before it changes it."""
 
 SWITCHES: Final = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "SWANLAB_MODE": "disabled"}
 """Variables by which trackers are told to do nothing."""

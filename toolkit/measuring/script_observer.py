@@ -14,7 +14,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final, TypeGuard
 
+import numpy as np
 import torch
+from torch.utils.data import RandomSampler
 
 from toolkit.engines.backend import backend_of
 from toolkit.engines.hooks import Undo, replace_method
@@ -41,6 +43,9 @@ ROWS_OF_DATA: Final = 64
 """Rows of the data set, and batches of a loader, that ranks compare."""
 
 MOST_FORWARDS: Final = 2_000
+
+ORDER: Final = 1234
+"""Seed of the order of rows that a loader shuffles without one."""
 
 ANSWER: Final = "certain"
 """Content of a turn by which the end of a turn is found in what the template writes."""
@@ -79,7 +84,11 @@ class ScriptObserver:
         self._own_step = False
 
     def start(self) -> None:
-        """Watch what the script loads; before it begins."""
+        """Watch what the script loads; before it begins.
+
+        Ranks that are forked share numpy's random state, which would hide a shuffle without a seed.
+        """
+        np.random.seed()
         from accelerate import Accelerator
         from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -94,6 +103,7 @@ class ScriptObserver:
         prepare = Accelerator.prepare_data_loader
 
         def prepare_data_loader(accelerator: Any, loader: Any, *rest: Any, **options: Any) -> Any:
+            _seed(getattr(loader, "sampler", None))
             made = prepare(accelerator, loader, *rest, **options)
             if self._draws is None and self._data is None:
                 self._data = _rows_of_data(getattr(loader, "dataset", None))
@@ -252,6 +262,13 @@ class ScriptObserver:
             loaded_vocabulary=self._loaded.get(id(inner)),
             texts={str(token): tokenizer.decode([token]) for token in sorted(shown) if tokenizer},
         )
+
+
+def _seed(sampler: Any) -> None:
+    """Give a sampler an order of its own: one process has drawn other numbers before than ranks."""
+    if isinstance(sampler, RandomSampler) and sampler.generator is None:
+        sampler.generator = torch.Generator()
+        sampler.generator.manual_seed(ORDER)
 
 
 def _has_own_step(kind: type[Any], Trainer: type[Any]) -> bool:
