@@ -315,7 +315,7 @@ def train(
     short_help="Prove a training script of your own.",
     epilog=_examples(
         "toolkit certify --strategy zero2 -- train.py --its --flags",
-        "toolkit certify --config zero3.yaml --shrink -- train.py --model_name_or_path MODEL",
+        "toolkit certify --config zero3.yaml --shrink -- train.py --model MODEL",
     ),
 )
 @_with_options_of(CertifyOptions)
