@@ -151,13 +151,15 @@ def test_every_help_ends_with_examples(words, tmp_path, monkeypatch):
             assert result.exit_code == 0
             assert result.output
         elif ours != INSTALL_COMPLETION:
-            take(ours.partition(" -- ")[0])
+            # Behind -- stand flags of training, but for a script that is certified.
+            take(ours if "certify" in words else ours.partition(" -- ")[0])
 
 
 def test_flags_in_the_examples_are_those_of_training():
     from toolkit.training.arguments import own_arguments, training_values
 
     flags = [line.partition(" -- ")[2] for words in VERBS for line in examples_of(words)]
+    flags = [line for line in flags if "train.py" not in line]
     assert any(flags)
     for line in filter(None, flags):
         training_values(own_arguments(shlex.split(line)))

@@ -105,7 +105,7 @@ def test_a_rehearsal_that_goes_on_is_not_ended_and_leaves_nothing(launch, tmp_pa
 @pytest.mark.parametrize("words", [["soon", "x.py"], ["-1", "x.py"], ["inf", "x.py"], []])
 def test_a_wrong_limit_is_one_sentence(words):
     with pytest.raises(UsageError, match="--hang_timeout .*: pass seconds, or 0 for never"):
-        rehearse._hang_timeout(["--hang_timeout", *words])
+        rehearse._options(["--hang_timeout", *words])
 
 
 @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf])
@@ -116,6 +116,6 @@ def test_a_wrong_limit_of_a_training_is_the_same_sentence(seconds):
 
 def test_the_limit_is_taken_from_in_front_of_the_script_alone():
     passed = ["x.py", "--hang_timeout", "7"]
-    assert rehearse._hang_timeout(passed) == (None, passed)
-    assert rehearse._hang_timeout(["--hang_timeout", "0", *passed]) == (0.0, passed)
-    assert rehearse._hang_timeout(["--hang_timeout=2.5", *passed]) == (2.5, passed)
+    for own, seconds in (([], None), (["--hang_timeout", "0"], 0.0), (["--hang_timeout=2.5"], 2.5)):
+        options, rest = rehearse._options([*own, *passed])
+        assert (options.hang_timeout, rest) == (seconds, passed)

@@ -46,6 +46,40 @@ def trainer_runs(launch, tmp_path_factory):
     }
 
 
+def test_a_large_model_trains_small_for_a_few_steps_and_is_saved(launch, tmp_path):
+    """An 8B model of which there is a config alone, under both ways to load into shards."""
+    from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig
+
+    large = tmp_path / "large"
+    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8}
+    LlamaConfig(vocab_size=128256, dtype="bfloat16", **shape).save_pretrained(large)
+    ByT5Tokenizer().save_pretrained(large)
+    losses = {}
+    for name in ("zero3", "fsdp"):
+        small = ["-m", "toolkit.rehearse", "--shrink", "--steps", "3"]
+        flags = ["--model", large, "--output_dir", tmp_path / name, "--disable_tqdm", "True"]
+        done = launch(name, *small, ROOT / "examples" / "trainer.py", *flags)
+        assert done.stdout.count("--shrink: ") == 1
+        assert "2 of 32 layers, hidden size 64 of 4096" in done.stdout
+        assert ENGAGED[name] in done.stdout
+        state = json.loads((tmp_path / name / "trainer_state.json").read_text())
+        losses[name] = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / name / "final")
+        assert saved.config.num_hidden_layers == 2
+        assert saved.config.vocab_size == 128256
+    assert len(losses["zero3"]) == 3
+    assert losses["fsdp"] == pytest.approx(losses["zero3"], abs=1e-5)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "three", ""])
+def test_a_wrong_number_of_steps_is_refused(value, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["rehearse", "--shrink", f"--steps={value}", "script.py"])
+    with pytest.raises(SystemExit) as ended:
+        rehearse.main()
+    assert ended.value.code == 2
+    assert "--steps takes a number of optimizer steps from 1 on, not" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def sft_runs(launch, launch_environment, tmp_path_factory):
     """TRL's own script, on a data set folder, with the built-in model."""

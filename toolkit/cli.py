@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
 
 import typer
 
+from toolkit.certifying.options import CertifyOptions
 from toolkit.comparing.run.options import CompareOptions, read_scale, usual_rows
 from toolkit.configs import ConfigOptions, Flag
 from toolkit.errors import UsageError, file_sentence, is_full_disk
@@ -312,6 +313,32 @@ def train(
         strategy=strategy, config=config, num_processes=num_processes, anyway=anyway
     )
     raise typer.Exit(run(context.args, options, console=Console()))
+
+
+@app.command(
+    short_help="Prove a training script of your own.",
+    epilog=_examples(
+        "toolkit certify --strategy zero2 -- train.py --its --flags",
+        "toolkit certify --config zero3.yaml --shrink -- train.py --model MODEL",
+    ),
+)
+@_with_options_of(CertifyOptions)
+def certify(
+    script: Annotated[
+        list[str], typer.Argument(metavar="-- SCRIPT [FLAGS]", help="The script, after --.")
+    ],
+    **options: Any,
+) -> None:
+    """Run a training script small and short, as ranks and as one process, and judge what it does.
+
+    A certificate says what is trained, who is trained, which rows are read, and whether the ranks
+    do the work of one.
+    """
+    from rich.console import Console
+
+    from toolkit.certifying.certify import certify as run
+
+    raise typer.Exit(run(script, CertifyOptions(**options), console=Console()))
 
 
 @app.command(

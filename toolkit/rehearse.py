@@ -19,11 +19,12 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -48,14 +49,20 @@ from toolkit.launching.watchdog import DEFAULT_SECONDS, HANG_FILE, seconds_of, w
 from toolkit.redaction import redact, redact_output
 from toolkit.search_path import put_behind_library
 
+if TYPE_CHECKING:
+    from toolkit.measuring.few_steps import FewSteps
+
 USAGE = (
-    "Usage: accelerate launch --config_file FILE -m toolkit.rehearse [--hang_timeout SECONDS] "
-    "SCRIPT.py [ARGS], or with -m MODULE [ARGS] in place of the script"
+    "Usage: accelerate launch --config_file FILE -m toolkit.rehearse [--shrink] [--steps N] "
+    "[--hang_timeout SECONDS] SCRIPT.py [ARGS], or with -m MODULE [ARGS] in place of the script"
 )
 
 PURPOSE = (
     "Runs the script unchanged, with fewer GPUs than processes on the CPU, under the same config, "
-    "and says at the end what engaged. A run in which nothing progresses is ended after "
+    "and says at the end what engaged. --shrink: where the script loads a large causal LM, it gets "
+    "a small random model of the same architecture, and rows as long as RAM allows. --steps N: the "
+    "training ends after N optimizer steps, and the script goes on to its own end; nothing is "
+    "pushed to a hub or a tracker. A run in which nothing progresses is ended after "
     "--hang_timeout seconds: on the CPU 600 where it is not passed, on GPUs never; 0: never."
 )
 
@@ -83,7 +90,7 @@ def main() -> None:
     code = 0
     rehearsal = False
     try:
-        hang_timeout, arguments = _hang_timeout(sys.argv[1:])
+        options, arguments = _options(sys.argv[1:])
         run_script = _script(arguments)
         folder = os.environ.get(STATUS_DIR)
         status = None if folder is None else StatusFile(Path(folder), rank())
@@ -97,9 +104,15 @@ def main() -> None:
             from toolkit.measuring import machines
             from toolkit.measuring.script_attestation import watch
 
+            hang_timeout = options.hang_timeout
             if hang_timeout is None:
                 hang_timeout = DEFAULT_SECONDS if rehearsal else 0.0
-            with _watchdog(hang_timeout, status), watch(rehearsal=rehearsal), machines.watched():
+            with (
+                _watchdog(hang_timeout, status),
+                _made_small(options) as few,
+                watch(rehearsal=rehearsal, few=few, observe=options.observe),
+                machines.watched(),
+            ):
                 run_script()
     except UsageError as error:
         code = print_reason(2, str(error))
@@ -157,14 +170,72 @@ def print_full_disk(error: BaseException) -> bool:
     return True
 
 
-def _hang_timeout(arguments: list[str]) -> tuple[float | None, list[str]]:
-    """Return the seconds of our own flag, and the arguments without it."""
-    flag = "--hang_timeout"
-    name, _, value = (arguments or [""])[0].partition("=")
-    if name != flag:
-        return None, arguments
-    value, rest = (value, arguments[1:]) if value else ("".join(arguments[1:2]), arguments[2:])
-    return seconds_of(value), rest
+@dataclass(slots=True, kw_only=True)
+class _Options:
+    """The flags in front of a script."""
+
+    hang_timeout: float | None = None
+    shrink: bool = False
+    steps: int | None = None
+    observe: Path | None = None
+    """Folder for what is observed of the script."""
+
+    for_ranks: int = 1
+    """Ranks whose work this process does."""
+
+
+def _options(arguments: list[str]) -> tuple[_Options, list[str]]:
+    """Return our own flags, and the arguments without them."""
+    options = _Options()
+    while arguments:
+        name, _, value = arguments[0].partition("=")
+        if arguments[0] == "--shrink":
+            options.shrink = True
+            arguments = arguments[1:]
+            continue
+        if name not in ("--hang_timeout", "--steps", "--observe", "--for_ranks"):
+            break
+        value, arguments = (
+            (value, arguments[1:]) if value else ("".join(arguments[1:2]), arguments[2:])
+        )
+        match name:
+            case "--hang_timeout":
+                options.hang_timeout = seconds_of(value)
+            case "--steps":
+                options.steps = _counted(value, name, "optimizer steps")
+            case "--for_ranks":
+                options.for_ranks = _counted(value, name, "ranks")
+            case _:
+                options.observe = Path(value)
+    return options, arguments
+
+
+def _counted(value: str, flag: str, things: str) -> int:
+    if value.isdecimal() and int(value):
+        return int(value)
+    raise UsageError(f"{flag} takes a number of {things} from 1 on, not {value!r}.")
+
+
+@contextlib.contextmanager
+def _made_small(options: _Options) -> Iterator[FewSteps | None]:
+    """Let the script that runs within have small models and few steps, where it was asked."""
+    if not options.shrink and options.steps is None:
+        yield None
+        return
+    from toolkit.measuring.few_steps import FewSteps, few_steps
+    from toolkit.measuring.shrinking import shrinking
+
+    few = FewSteps(options.steps)
+    with contextlib.ExitStack() as stack:
+        if options.shrink:
+            folder = folder_of_launch() / f"small-models-{rank()}"
+            few.most_tokens = stack.enter_context(shrinking(folder)).most_tokens
+        stack.enter_context(few_steps(few))
+        if options.for_ranks > 1:
+            from toolkit.measuring.one_for_many import one_for_many
+
+            stack.enter_context(one_for_many(options.for_ranks))
+        yield few
 
 
 def _watchdog(seconds: float, status: StatusFile | None) -> AbstractContextManager[None]:

@@ -117,10 +117,13 @@ class EvidenceKeeper:
             if self._step.read:
                 self._step.read[-1].take_labels(labels)
 
-    def step_done(self) -> None:
+    def step_done(self, *, within_step: bool = False) -> None:
         """Write the evidence of the step if it was kept and updated; a collective.
 
         If fp16 skipped the step, the next one is kept, unless this step was requested by number.
+
+        Args:
+            within_step: The optimizer still calls its hooks, and none may be removed.
         """
         if self.is_open and self._step.updated:
             groups = self._backend.parameter_groups(self._optimizer)
@@ -128,7 +131,9 @@ class EvidenceKeeper:
                 group["next_learning_rate"] = float(settings["lr"])
             self._write(gather_objects(self._of_this_rank()))
         if self.is_open and (self._step.updated or self._wanted is not None):
-            self.close()
+            self.is_open = False
+            if not within_step:
+                self.close()
         self._number += 1
         if self.is_open:
             self._step = _KeptStep(before_digest=self._step.before_digest)
@@ -181,7 +186,7 @@ class EvidenceKeeper:
                     )
 
     def _forward(self, module: Any, _: Any, inputs: dict[str, Any], output: Any) -> None:
-        if not (self.is_open and module.training and torch.is_grad_enabled()):
+        if not (self.is_open and torch.is_grad_enabled()):
             return
         loss = getattr(output, "loss", None)
         if loss is None:
@@ -404,8 +409,9 @@ class _Read:
         self._rows = _rows(self._inputs | {"labels": labels}, self._logits)
         self._inputs, self._logits = {}, None  # not kept until the step ends
 
-    def _backward(self, gradient: torch.Tensor) -> None:
-        self._applied = gradient.detach()
+    def _backward(self, gradient: torch.Tensor | None) -> None:
+        # None where a script goes back from another loss than the model's own.
+        self._applied = None if gradient is None else gradient.detach()
 
     def described(self, sample_ids: list[int] | None, *, scale: float) -> MicroBatch:
         if sample_ids is not None and len(sample_ids) == len(self._rows):

@@ -90,6 +90,7 @@ class Observed:
         self._accelerators: list[Any] = []
         self._schedulers: list[Any] = []
         self._places: dict[int, Place | None] = {}
+        self._ranks = 1
         self._hooks = ExitStack()
 
     def start(self) -> None:
@@ -127,6 +128,7 @@ class Observed:
         self, accelerator: Any, objects: Iterable[Any], at_start: Iterable[dict[str, int] | None]
     ) -> None:
         """Observe what `Accelerator.prepare` returned; `at_start` has an entry for each model."""
+        self._ranks = world_size()  # a script may end its process group itself
         if accelerator not in self._accelerators:
             self._accelerators.append(accelerator)
         starts = iter(at_start)
@@ -326,7 +328,7 @@ class Observed:
         stepped = [self.optimizers.of(optimizer_of(made)) for made in scheduler.optimizers]
         steps = max((s.steps for s in stepped if s is not None), default=0)
         inner = scheduler.scheduler
-        if not steps or inner.last_epoch <= steps or world_size() == 1:
+        if not steps or inner.last_epoch <= steps or self._ranks == 1:
             return
         idle = max(s.steps_at_rate_0 for s in stepped if s is not None)
         then = f", and the learning rate was 0 in the last {idle} of them" if idle > 1 else ""

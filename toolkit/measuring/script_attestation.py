@@ -13,9 +13,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from toolkit import backends
@@ -38,16 +40,25 @@ from toolkit.launching.progress import progressed
 from toolkit.launching.ranks import rank, say
 from toolkit.measuring.attestation import Refused, Requested
 from toolkit.measuring.between_ranks import FAILED, exchange, notes, refusals
+from toolkit.measuring.few_steps import FewSteps
 from toolkit.measuring.forwards import LearnedRows, Products
 from toolkit.measuring.observed import Observed, judging_loss, sums_at_start
 from toolkit.measuring.recorder import Recorder
+from toolkit.measuring.script_observer import ScriptObserver
 from toolkit.measuring.stepped import Stepped
 from toolkit.strategies import COMPUTE_DTYPES, Strategy
 
 
 @contextmanager
-def watch(*, rehearsal: bool) -> Iterator[None]:
+def watch(
+    *, rehearsal: bool, few: FewSteps | None = None, observe: Path | None = None
+) -> Iterator[None]:
     """Attest the first model that is prepared for training, and report it even if the script fails.
+
+    Args:
+        rehearsal: Whether ranks are compared, which takes time.
+        few: Counts the steps of the prepared optimizer.
+        observe: Folder for what each rank reads, computes and changes in these steps.
 
     Raises:
         Refused: the actual settings differ from the requested ones.
@@ -72,7 +83,13 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
         # A script may also switch checkpointing on by itself.
         activation_checkpointing=requests_checkpointing(os.environ) or None,
     )
-    recorder = Recorder(requested, rehearsal=rehearsal)
+    observer = None
+    if observe is not None and few is not None:
+        precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        observer = ScriptObserver(observe, few, strategy=strategy.name, precision=precision)
+        observer.start()
+    keeper = None if observer is None else observer.keeper
+    recorder = Recorder(requested, rehearsal=rehearsal, evidence=keeper)
     script = _Script(recorder, Observed() if rehearsal else None)
     plugins: dict[int, dict[str, Any]] = {}
     hooks = ExitStack()
@@ -95,10 +112,14 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
 
     def prepare(self: Any, *objects: Any, **options: Any) -> Any:
         starts = script.starts(objects)
+        if observer is not None:
+            observer.before_prepare(given for given in objects if isinstance(given, Module))
         prepared = original(self, *objects, **options)
         results = prepared if isinstance(prepared, tuple | list) else (prepared,)
         if script.completes(self, results, starts):
             if script.splits_its_model and LAUNCHER not in launched:
+                if few is not None:
+                    few.prepared(script.models[0], script.optimizers[0])
                 return prepared  # no config asks for anything else
             given = plugins[id(self)]
             recorder.requested = replace(requested, strategy=_agreed(given, launched))
@@ -107,6 +128,10 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
                 recorder.requested = replace(recorder.requested, accumulation_dtype=summed)
             recorder.prepared(self, script.models[0], script.optimizers[0])
             recorder.first_step_alone()
+            if observer is not None:
+                observer.prepared(script.models[0], script.optimizers[0])
+            if few is not None:  # after the observer: what it counts as done is over
+                few.prepared(script.models[0], script.optimizers[0])
             hooks.callback(
                 script.models[0].register_forward_pre_hook(lambda *_: progressed()).remove
             )
@@ -142,6 +167,9 @@ def watch(*, rehearsal: bool) -> Iterator[None]:
         except BaseException:  # a script that crashes may have been attested, too
             script.end(ended_well=False)
             raise
+        finally:
+            if observer is not None:
+                observer.write()
         script.end(ended_well=True)
 
 

@@ -43,6 +43,9 @@ TONES: Final[dict[str, Tone]] = {
     "skipped": "warn",
     "fits with RAM": "warn",
     "tight": "warn",
+    "holds": "good",
+    "note": "warn",
+    "not judged": "warn",
 }
 """Tones of a status or a verdict; that of any other is bad."""
 

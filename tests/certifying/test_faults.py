@@ -1,0 +1,134 @@
+"""Scripts with one fault each: a certificate names it by the check it belongs to, and no other."""
+
+import io
+import json
+
+import pytest
+from places import ROOT, SCRIPTS
+from rich.console import Console
+
+from toolkit.certifying.certify import certify
+from toolkit.certifying.options import CertifyOptions
+
+LOOP = {
+    "begins_twice": {"token of beginning"},
+    "nothing_trained": {"tokens to learn"},
+    "some_rows_empty": {"tokens to learn"},
+    "stop_left_out": {"stop token"},
+    "padding_is_eos": {"stop token"},
+    # One shift moves the stop token's label, too.
+    "shifted_by_the_script": {"label shift", "stop token"},
+    "mask_by_value": {"attention mask"},
+    "padding_trained": {"padding"},
+    "shuffled_apart": {"same data"},
+    "split_by_hand": {"same data"},
+    "every_rank_the_same_rows": {"each row once"},
+    "frozen_written": {"frozen parameters"},
+    "left_out_of_the_optimizer": {"attested"},
+    "optimizer_of_another_model": {"trained parameters", "one model"},
+    "not_prepared": {"prepared"},
+    "evaluation_mode": {"training mode"},
+    "called_past_its_wrapper": {"one model"},
+    "not_reduced": {"one model", "first step"},
+    "clips_on_one_rank": {"one model", "first step"},
+    "times_the_ranks": {"size of the loss"},
+    "other_loss_on_one_rank": {"size of the loss"},
+}
+TRAINER = {
+    "means_added_up": {"size of the loss", "logged loss"},
+    "divided_by_all": {"size of the loss", "logged loss"},
+    "logs_another_loss": {"logged loss"},
+}
+
+
+@pytest.fixture(scope="module")
+def certificate_of(tmp_path_factory):
+    """Return the checks of a script, by their names, with its exit code."""
+
+    def made(*script, strategy="ddp", **options):
+        folder = tmp_path_factory.mktemp("certificate")
+        said = io.StringIO()
+        code = certify(
+            [str(SCRIPTS / script[0]), *map(str, script[1:])],
+            CertifyOptions(strategy=strategy, output=folder, **options),
+            console=Console(file=said, width=200),
+        )
+        page = json.loads((folder / "certificate.json").read_text("utf-8"))
+        assert code == (page["answer"] == "broken")
+        return {check["check"]: check for check in page["checks"]}, folder, said.getvalue()
+
+    return made
+
+
+def broken(checks):
+    return {name for name, check in checks.items() if check["answer"] == "broken"}
+
+
+@pytest.mark.parametrize("fault", LOOP)
+def test_a_fault_of_a_loop_is_named(fault, certificate_of):
+    checks, _, said = certificate_of("faulty_loop.py", fault)
+    # Which rows two orders have in common is chance.
+    chance = {"each row once"} if fault == "shuffled_apart" else set()
+    assert broken(checks) - chance == LOOP[fault], said
+
+
+@pytest.mark.parametrize("fault", TRAINER)
+def test_a_fault_of_a_trainer_is_named(fault, certificate_of, tmp_path):
+    checks, _, said = certificate_of("faulty_trainer.py", fault, tmp_path)
+    assert broken(checks) == TRAINER[fault], said
+
+
+@pytest.mark.parametrize(
+    ("fault", "names"),
+    [
+        ("divided_twice", {"size of the loss"}),
+        ("schedule_by_micro_batch", {"learning rate"}),
+    ],
+)
+def test_a_fault_of_accumulation_is_named(fault, names, certificate_of):
+    checks, _, said = certificate_of("faulty_loop.py", fault, "--accumulation", 2)
+    assert broken(checks) == names, said
+
+
+def test_a_limit_that_deepspeed_does_not_take_from_the_script_is_named(certificate_of):
+    """`gradient_clipping: auto` means 1.0 outside of the Trainer."""
+    checks, _, said = certificate_of("faulty_loop.py", "sound", "--clip", 0.5, strategy="zero2")
+    assert broken(checks) == {"clipping"}, said
+
+
+def test_label_smoothing_that_fsdp_computes_otherwise_is_named(certificate_of, tmp_path):
+    """transformers 5.24 asks for the class by its name, which FSDP2 changes."""
+    checks, _, said = certificate_of("faulty_trainer.py", "smoothed", tmp_path, strategy="fsdp")
+    assert broken(checks) == {"first step"}, said
+    assert "backward began with" in checks["first step"]["words"]
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_sound_loop_is_not_blamed(strategy, certificate_of):
+    flags = ["--accumulation", 2, "--ragged"] if strategy == "ddp" else []
+    checks, folder, said = certificate_of("faulty_loop.py", "sound", *flags, strategy=strategy)
+    assert broken(checks) == set(), said
+    assert checks["first step"]["answer"] == "holds", said
+    # Ranks that average means of unequally many tokens are a note, with the size of it.
+    weight = checks["weight of a token"]
+    assert (weight["answer"] == "note") == bool(flags)
+    assert ("times one of the largest" in weight["words"]) == bool(flags)
+    page = (folder / "certificate.html").read_text("utf-8")
+    assert "<mark>It is " in page
+    assert "Nothing is broken: of 26 checks" in page
+    assert "⟦It is " in (folder / "certificate.md").read_text("utf-8")
+
+
+def test_trainers_that_are_sound_are_not_blamed(certificate_of, tmp_path):
+    for script, name, strategy in (
+        ("faulty_trainer.py", "own", "zero2"),
+        (ROOT / "examples" / "trl_sft.py", "--output_dir", "fsdp"),
+        (ROOT / "examples" / "toolkit_trainer.py", "--output_dir", "zero2"),
+    ):
+        checks, folder, said = certificate_of(
+            script, name, tmp_path, strategy=strategy, hide_rows=True
+        )
+        assert broken(checks) == set(), said
+        assert checks["first step"]["answer"] == "holds", said
+        assert "<mark>" not in (folder / "certificate.html").read_text("utf-8")

@@ -1,0 +1,203 @@
+"""`toolkit certify`: run a script small and short, as ranks and as one process, and judge it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from toolkit import environment
+from toolkit.certifying.certificate import (
+    Certificate,
+    judged,
+    pieces,
+    print_certificate,
+    write,
+)
+from toolkit.certifying.checks import CHECKS, PREPARED
+from toolkit.certifying.options import CertifyOptions
+from toolkit.certifying.subject import Check, Subject, worst_first
+from toolkit.comparing.bisect.finding import Bisection, bisect
+from toolkit.comparing.bisect.run_pair import TracedRun
+from toolkit.comparing.run.folders import short_path
+from toolkit.comparing.run.preparing import run_environment
+from toolkit.comparing.weights import WeightsError
+from toolkit.configs.files import cached_configs
+from toolkit.errors import UsageError
+from toolkit.files import check_takes_files
+from toolkit.launching.forking import warm_launches
+from toolkit.launching.launch import launch_command, run
+from toolkit.launching.outcome import Outcome
+from toolkit.records.evidence import Evidence, read_evidence
+from toolkit.records.json_files import SCHEMA
+from toolkit.records.observation import Observation, observation_file, read_observations
+from toolkit.redaction import learn, redacted_words
+from toolkit.strategies import get_strategy
+from toolkit.tables.terminal import print_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+COULD_NOT_RUN: Final = 3
+
+MANY: Final = "ranks"
+ONE: Final = "one"
+
+
+def certify(script: Sequence[str], options: CertifyOptions, *, console: Console) -> int:
+    """Run a script and write its certificate; return the exit code.
+
+    0 where nothing is broken, 1 where a check is, 3 where the script could not be run.
+
+    Raises:
+        UsageError: a mistake in the options; nothing was started.
+    """
+    learn(script)
+    certifying = _Certifying(script, options, console)
+    # Ranks are forked from a process that has imported all where no GPU is.
+    warm = nullcontext() if certifying.gpus else warm_launches(run_environment(rehearsal=True))
+    with warm:
+        return certifying.run()
+
+
+class _Certifying:
+    """One call of the verb."""
+
+    def __init__(self, script: Sequence[str], options: CertifyOptions, console: Console) -> None:
+        if not script:
+            raise UsageError("Name the script behind --: toolkit certify --strategy zero2 -- x.py")
+        if (options.strategy is None) == (options.config is None):
+            raise UsageError("Name the launch by --strategy or by --config, one of the two.")
+        self.script, self.options, self.console = list(script), options, console
+        if options.config is not None:
+            if not options.config.is_file():
+                raise UsageError(f"--config {options.config} is not there: check the path.")
+            self.config, self.name = options.config, options.config.name
+        else:
+            strategy = get_strategy(options.strategy or "")
+            if options.num_processes is not None:
+                strategy = strategy.on_ranks(options.num_processes)
+            self.config, self.name = cached_configs(strategy).accelerate, strategy.name
+        self.gpus = environment.gpus()
+        self.notes: list[str] = []
+        folder = options.output or Path("runs") / time.strftime("%Y%m%d-%H%M%S-certificate")
+        self.folder = folder.absolute()
+        check_takes_files(self.folder, flag="--output")
+        if self.folder.exists() and any(self.folder.iterdir()):
+            raise UsageError(f"{short_path(self.folder)} is not empty. Choose another --output.")
+
+    @property
+    def rehearsal(self) -> bool:
+        """Whether the ranks had fewer GPUs than there are of them."""
+        return any(line.startswith("rehearsal") for line in self.notes)
+
+    def run(self) -> int:
+        outcome = self._start(MANY, self.config, self.options.num_processes, [])
+        many = self._observed(self.folder / MANY)
+        if not many and outcome.status == "ok":
+            return self._end(Subject(many=[], folder=self.folder, notes=self.notes), [PREPARED])
+        if not many or outcome.status not in ("ok", "refused"):
+            reason = outcome.reason or "; ".join(self.notes[-2:])
+            print_line(f"The script could not be judged: {reason}", console=self.console)
+            return COULD_NOT_RUN
+        ranks = many[0]["num_processes"]
+        one: list[Observation] = []
+        bisection, why = None, "there is one rank"
+        if ranks > 1:
+            single = cached_configs(get_strategy("single")).accelerate
+            alone = self._start(ONE, single, None, ["--for_ranks", str(ranks)])
+            one = self._observed(self.folder / ONE)
+            bisection, why = self._compared(alone, one)
+        subject = Subject(
+            many=many,
+            evidence=_evidence(self.folder / MANY),
+            folder=self.folder / MANY,
+            one=one,
+            bisection=bisection,
+            no_bisection=why,
+            refused=outcome.reason or "" if outcome.status == "refused" else "",
+            notes=self.notes,
+        )
+        return self._end(subject)
+
+    def _start(
+        self, name: str, config: Path, processes: int | None, flags: Sequence[str]
+    ) -> Outcome:
+        options = self.options
+        own = ["--steps", str(options.steps), "--observe", str(self.folder / name), *flags]
+        own += ["--shrink"] if options.shrink else []
+        command = launch_command(
+            config, ["-m", "toolkit.rehearse", *own, *self.script], num_processes=processes
+        )
+        lines: list[str] = []
+        print_line(f"{name}: {' '.join(redacted_words(self.script))}", console=self.console)
+        outcome = run(
+            command,
+            folder=self.folder / name,
+            timeout=options.timeout,
+            num_processes=processes,
+            environment=run_environment(rehearsal=self.rehearsal or not self.gpus),
+            loopback=True,
+            on_line=lines.append,
+        )
+        if name == MANY:
+            start = "toolkit: "
+            self.notes = [line.removeprefix(start) for line in lines if line.startswith(start)]
+        return outcome
+
+    def _observed(self, folder: Path) -> list[Observation]:
+        ranks = len([*folder.glob(observation_file(folder, 0).name.replace("0", "*"))])
+        try:
+            return read_observations(folder, ranks)
+        except UsageError:
+            return []
+
+    def _compared(
+        self, outcome: Outcome, one: Sequence[Observation]
+    ) -> tuple[Bisection | None, str]:
+        if not one:
+            return None, f"one process could not be run: {outcome.reason}"
+        try:
+            traced = [
+                TracedRun(name=name, folder=folder, evidence=read_evidence(folder))
+                for name, folder in (
+                    ("one process", self.folder / ONE),
+                    ("the ranks", self.folder / MANY),
+                )
+            ]
+            return bisect(*traced), ""
+        except (UsageError, WeightsError) as error:
+            return None, str(error)
+
+    def _end(self, subject: Subject, judges: Sequence[Check] = CHECKS) -> int:
+        found = [(check, check.judge(subject)) for check in judges]
+        checks = judged(found)
+        many = subject.many
+        certificate = Certificate(
+            schema=SCHEMA,
+            script=redacted_words(self.script),
+            config=self.name,
+            num_processes=len(many),
+            rehearsal=self.rehearsal,
+            steps=many[0]["steps"] if many else 0,
+            shrunk=self.options.shrink,
+            answer=min([finding.answer for _, finding in found], key=worst_first),
+            checks=checks,
+            rows=[] if self.options.hide_rows else pieces(subject),
+            environment=environment.snapshot(),
+        )
+        written = write(certificate, self.folder)
+        print_certificate(certificate, console=self.console)
+        names = ", ".join(path.name for path in written)
+        print_line(f"Written to {short_path(self.folder)}: {names}", console=self.console)
+        return 1 if certificate["answer"] == "broken" else 0
+
+
+def _evidence(folder: Path) -> Evidence | None:
+    """Return the evidence of the first step; None where no micro-batch of it was seen."""
+    try:
+        return read_evidence(folder)
+    except UsageError:
+        return None

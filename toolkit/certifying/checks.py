@@ -1,0 +1,51 @@
+"""The checks of a certificate, by group: a check is one entry here and its judge."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from toolkit.certifying import (
+    against_one,
+    read_rows,
+    schedule,
+    trained_parameters,
+    trained_tokens,
+)
+from toolkit.certifying.subject import Check, of_rows
+
+TOKENS: Final = "What is trained"
+PARAMETERS: Final = "Who is trained"
+ROWS: Final = "Rows"
+ONE: Final = "One against N"
+LOG: Final = "Schedule and log"
+
+PREPARED: Final = Check(name="prepared", group=PARAMETERS, judge=trained_parameters.is_prepared)
+
+CHECKS: Final = (
+    Check(name="tokens to learn", group=TOKENS, judge=of_rows(trained_tokens.some_tokens)),
+    Check(name="stop token", group=TOKENS, judge=of_rows(trained_tokens.stop_token)),
+    Check(name="token of beginning", group=TOKENS, judge=of_rows(trained_tokens.bos_once)),
+    Check(name="padding", group=TOKENS, judge=of_rows(trained_tokens.padding)),
+    Check(name="attention mask", group=TOKENS, judge=of_rows(trained_tokens.attention)),
+    Check(name="label shift", group=TOKENS, judge=of_rows(trained_tokens.shifted)),
+    Check(name="cut rows", group=TOKENS, judge=of_rows(trained_tokens.cut_rows)),
+    Check(name="vocabulary", group=TOKENS, judge=trained_tokens.in_vocabulary),
+    PREPARED,
+    Check(name="attested", group=PARAMETERS, judge=trained_parameters.attested),
+    Check(name="trained parameters", group=PARAMETERS, judge=trained_parameters.trained_move),
+    Check(name="frozen parameters", group=PARAMETERS, judge=trained_parameters.frozen_stay),
+    Check(name="optimizer", group=PARAMETERS, judge=trained_parameters.optimizer_has_all),
+    Check(name="empty parameters", group=PARAMETERS, judge=trained_parameters.none_empty),
+    Check(name="one model", group=PARAMETERS, judge=trained_parameters.one_model),
+    Check(name="training mode", group=PARAMETERS, judge=trained_parameters.training_mode),
+    Check(name="spread of the norm", group=PARAMETERS, judge=trained_parameters.spread_norm),
+    Check(name="same data", group=ROWS, judge=read_rows.same_data),
+    Check(name="same draws", group=ROWS, judge=read_rows.same_draws),
+    Check(name="each row once", group=ROWS, judge=read_rows.each_once),
+    Check(name="first step", group=ONE, judge=against_one.same_step),
+    Check(name="size of the loss", group=ONE, judge=against_one.size_of_loss),
+    Check(name="weight of a token", group=ONE, judge=against_one.mean_of_means),
+    Check(name="learning rate", group=LOG, judge=schedule.rates),
+    Check(name="logged loss", group=LOG, judge=schedule.logged_loss),
+    Check(name="clipping", group=LOG, judge=schedule.clipping),
+)

@@ -1,0 +1,75 @@
+"""Rows: each once, on one rank, in the same data set and order on all ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from toolkit.certifying.subject import Finding, Subject, broken, holds, not_judged
+
+ONE_RANK = "there is one rank"
+
+
+def same_data(subject: Subject) -> Finding:
+    """Find ranks that hold another data set, or the same in another order."""
+    known = [seen["data"] for seen in subject.many]
+    if len(known) < 2:
+        return not_judged(ONE_RANK)
+    if any(data is None for data in known):
+        return not_judged("the data set has no numbered rows that stay the same")
+    other = [rank for rank, data in enumerate(known) if data != known[0]]
+    if not other:
+        return holds(f"the first {len(known[0] or ()) - 1} rows are equal on all ranks")
+    rank = other[0]
+    ours, theirs = known[0] or [], known[rank] or []
+    if ours[0] != theirs[0]:
+        words = f"rank {rank} has {theirs[0]:,} rows, rank 0 has {ours[0]:,}"
+    elif sorted(ours) == sorted(theirs) or set(ours) & set(theirs):
+        words = f"rank {rank} has the rows in another order than rank 0"
+    else:
+        words = f"rank {rank} has other rows than rank 0"
+    return broken(
+        f"{words}: Accelerate gives each rank every N-th batch of its own order, so that rows are "
+        "read twice and others never",
+        "Pass a seed to what shuffles or splits the data set, the same on every rank",
+    )
+
+
+def same_draws(subject: Subject) -> Finding:
+    """Find ranks whose samplers draw other batches."""
+    known = [seen["draws"] for seen in subject.many]
+    if len(known) < 2:
+        return not_judged(ONE_RANK)
+    if not all(known):
+        return not_judged("the loader has no batch sampler that all ranks share")
+    common = min(len(draws or ()) for draws in known)
+    first = (known[0] or [])[:common]
+    other = [rank for rank, draws in enumerate(known) if (draws or [])[:common] != first]
+    if other:
+        return broken(
+            f"rank {other[0]} draws other batches than rank 0, though each takes its part of the "
+            "same ones",
+            "Leave the shuffling to a loader that Accelerator.prepare has seen, or seed it alike",
+        )
+    return holds(f"{common} batches are drawn alike on all ranks")
+
+
+def each_once(subject: Subject) -> Finding:
+    """Find rows that are read on two ranks, or twice by one."""
+    if len(subject.many) < 2:
+        return not_judged(ONE_RANK)
+    read = [[row for forward in seen["rows"] for row in forward] for seen in subject.many]
+    if not all(read):
+        return not_judged("the model was given no tokens (B, T)")
+    times = Counter(row for of_rank in read for row in of_rank)
+    alone = Counter(row for seen in subject.one for forward in seen["rows"] for row in forward)
+    often = {row: count for row, count in times.items() if count > max(1, alone[row])}
+    if not often:
+        return holds(f"{times.total()} rows in {subject.many[0]['steps']} steps, none twice")
+    row = next(iter(often))
+    ranks = [rank for rank, of_rank in enumerate(read) if row in of_rank]
+    where = f"on ranks {' and '.join(map(str, ranks))}" if len(ranks) > 1 else f"on rank {ranks[0]}"
+    return broken(
+        f"{len(often)} of {len(times)} rows are read more than once, the first {often[row]} times, "
+        f"{where}",
+        "Pass the loader through Accelerator.prepare once, and split a stream by rank",
+    )

@@ -1,0 +1,85 @@
+"""Schedule and log: the learning rate by optimizer steps, and what the log says of a step."""
+
+from __future__ import annotations
+
+import math
+
+from toolkit.certifying.subject import Finding, Subject, broken, holds, not_judged, note
+
+SCHEDULER = "one for each process"
+"""Words of a note of the run on a scheduler that goes too fast."""
+
+
+def rates(subject: Subject) -> Finding:
+    """Find a learning rate other than that of one process, or a scheduler that runs ahead."""
+    ahead = [line for line in subject.notes if SCHEDULER in line]
+    ours = subject.many[0]["rates"]
+    if not ours:
+        return not_judged("no optimizer step was seen")
+    if not subject.one:
+        return not_judged(subject.no_bisection or "there is no run of one process")
+    theirs = subject.one[0]["rates"]
+    shown = ", ".join(f"{rate:.4g}" for rate in ours)
+    for step, (own, other) in enumerate(zip(ours, theirs, strict=False), 1):
+        if not math.isclose(own, other, rel_tol=0.05, abs_tol=1e-12):
+            return broken(
+                f"in step {step} the rate is {own:.6g}, and {other:.6g} in one process",
+                "Count the steps of the schedule from the prepared loader, in optimizer steps",
+            )
+    if ahead:
+        return note(ahead[0], "See that its length is counted in the steps of all processes")
+    return holds(f"{shown} in steps 1 to {len(ours)}, as in one process")
+
+
+def logged_loss(subject: Subject) -> Finding:
+    """Hold the loss that a Trainer logs against the mean over the tokens of all ranks."""
+    evidence = subject.evidence
+    if evidence is None:
+        return not_judged("no optimizer step was seen")
+    logged = [log for log in subject.many[0]["logged"] if "loss" in log]
+    first = next((log for log in logged if log["step"] == evidence["step"]), None)
+    if first is None:
+        return not_judged("nothing that a Trainer logs of this step was seen")
+    rows = [row for of_rank in evidence["ranks"] for batch in of_rank for row in batch["rows"]]
+    if not rows or any(row["loss"] is None for row in rows):
+        return not_judged("the model gave no logits, or no labels (B, T)")
+    tokens = sum(row["supervised"] for row in rows)
+    mean = sum(row["loss"] or 0.0 for row in rows) / max(1, tokens)
+    if not math.isclose(first["loss"], mean, rel_tol=1e-2, abs_tol=1e-4):
+        return broken(
+            f"step {evidence['step']} is logged with a loss of {first['loss']:.4f}, the mean over "
+            f"its {tokens:,} tokens on all ranks is {mean:.4f}",
+            "Look how compute_loss divides, and what is averaged over the ranks",
+        )
+    return holds(f"{first['loss']:.4f} is logged, the mean over {tokens:,} tokens is {mean:.4f}")
+
+
+def clipping(subject: Subject) -> Finding:
+    """Find a norm that clips and is not that of the gradients."""
+    evidence = subject.evidence
+    if evidence is None:
+        return not_judged("no optimizer step was seen")
+    found, norm = evidence["clipping"], evidence["gradient_norm"]
+    if found["limit"] is None:
+        return not_judged("the script does not clip")
+    alone = None if subject.bisection is None else subject.bisection.pair.reference.evidence
+    if alone is not None and alone["clipping"]["limit"] != found["limit"]:
+        return broken(
+            f"the config clips at {found['limit']:g}, the script at "
+            f"{alone['clipping']['limit'] or 0.0:g}",
+            "Write the script's number into the config: gradient_clipping in DeepSpeed's file",
+        )
+    if found["norm"] is None or not norm:
+        return not_judged("no norm was computed")
+    if abs(found["norm"] / norm - 1) > 1e-2:
+        return broken(
+            f"clipping takes {found['norm']:.4g} for the gradients' norm, which is {norm:.4g}",
+            "Clip by accelerator.clip_grad_norm_, which knows what each rank holds",
+        )
+    logged = [log["grad_norm"] for log in subject.many[0]["logged"] if "grad_norm" in log]
+    if logged and abs(logged[0] / norm - 1) > 2e-2:
+        return broken(
+            f"the first norm that is logged is {logged[0]:.4g}, that of all ranks is {norm:.4g}",
+            "Log the norm that clipping returns",
+        )
+    return holds(f"limit {found['limit']:g}, norm {found['norm']:.4g}")

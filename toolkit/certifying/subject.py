@@ -1,0 +1,173 @@
+"""What a certificate judges: the runs of one script, and what a check finds in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from toolkit.comparing.bisect.finding import Bisection
+from toolkit.comparing.parity.checks import Check as ParityCheck
+from toolkit.records.evidence import IGNORED, Evidence
+from toolkit.records.observation import Batch, Observation, Tokens
+
+Answer = Literal["holds", "broken", "note", "not judged"]
+
+ANSWERS: Final[tuple[Answer, ...]] = ("broken", "note", "not judged", "holds")
+"""In the order in which a page shows them."""
+
+
+def worst_first(answer: Answer) -> int:
+    """Return the place of an answer in that order."""
+    return ANSWERS.index(answer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row that the model was given in training, without its padding."""
+
+    rank: int
+    step: int
+    number: int
+    """Of the row in its micro-batch, from 0."""
+
+    tokens: list[int]
+    labels: list[int]
+    attended: list[int]
+    """1 for each token that is attended to; padding at the two ends is left out."""
+
+    padding_trained: int
+    """Tokens of the padding that have a label."""
+
+    is_longest: bool
+    """Whether no row of its micro-batch is longer."""
+
+    @property
+    def place(self) -> str:
+        return f"row {self.number} of rank {self.rank} in step {self.step}"
+
+    @property
+    def trained(self) -> list[bool]:
+        """Whether each token is predicted with a loss; the first one never is."""
+        return [at > 0 and label != IGNORED for at, label in enumerate(self.labels)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """The runs of one script."""
+
+    many: list[Observation]
+    """Of all ranks of the run under the config."""
+
+    evidence: Evidence | None = None
+    """Of its first step."""
+
+    folder: Path
+    """Of that run."""
+
+    one: Sequence[Observation] = ()
+    """Of one process that does the work of all ranks; empty where there is no such run."""
+
+    bisection: Bisection | None = None
+    no_bisection: str = ""
+    """Why the two were not compared."""
+
+    refused: str = ""
+    """Why the ranks have not trained one model together; empty where they have."""
+
+    notes: list[str]
+    """What the run itself said."""
+
+    @property
+    def tokens(self) -> Tokens:
+        return self.many[0]["tokens"]
+
+    @property
+    def batches(self) -> Iterator[tuple[int, Batch]]:
+        """The first micro-batches, each with its rank."""
+        for seen in self.many:
+            for batch in seen["batches"]:
+                yield seen["rank"], batch
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows of those micro-batches that came with labels."""
+        return [row for rank, batch in self.batches for row in _rows(rank, batch)]
+
+
+def _rows(rank: int, batch: Batch) -> Iterator[Row]:
+    labels = batch["labels"]
+    if labels is None or [*map(len, labels)] != [*map(len, batch["tokens"])]:
+        return
+    masks = batch["mask"] or [[1] * len(row) for row in batch["tokens"]]
+    lengths = [sum(mask) for mask in masks]
+    for number, (tokens, of_row, mask) in enumerate(
+        zip(batch["tokens"], labels, masks, strict=True)
+    ):
+        held = [at for at, attended in enumerate(mask) if attended]
+        begin, end = (held[0], held[-1] + 1) if held else (0, 0)
+        outside = [*of_row[:begin], *of_row[end:]]
+        yield Row(
+            rank=rank,
+            step=batch["step"],
+            number=number,
+            tokens=tokens[begin:end],
+            labels=of_row[begin:end],
+            attended=mask[begin:end],
+            padding_trained=sum(label != IGNORED for label in outside),
+            is_longest=lengths[number] == max(lengths),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What a check has found."""
+
+    answer: Answer
+    words: str
+    """The evidence, or why there is none."""
+
+    advice: str = ""
+    """What to do about it."""
+
+
+def holds(words: str) -> Finding:
+    return Finding(answer="holds", words=words)
+
+
+def broken(words: str, advice: str) -> Finding:
+    return Finding(answer="broken", words=words, advice=advice)
+
+
+def note(words: str, advice: str = "") -> Finding:
+    return Finding(answer="note", words=words, advice=advice)
+
+
+def not_judged(words: str) -> Finding:
+    return Finding(answer="not judged", words=words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check(ParityCheck[Callable[[Subject], Finding]]):
+    """One check of a certificate."""
+
+    group: str
+
+
+def of_rows(judge: Callable[[Subject, list[Row]], Finding]) -> Callable[[Subject], Finding]:
+    """Let a judge of labelled rows say by itself where there are none."""
+
+    def judged(subject: Subject) -> Finding:
+        rows = subject.rows
+        if not rows:
+            return not_judged("the model's forward was given no labels (B, T) in training")
+        return judge(subject, rows)
+
+    return judged
+
+
+def counted(places: Iterable[str], of: int) -> str:
+    """Say how many there are, and name the first."""
+    found = list(places)
+    return f"{len(found)} of {of:,}, the first is {found[0]}"

@@ -1,0 +1,130 @@
+"""One process that trains as N ranks would: the same micro-batches, each with the same weight.
+
+A Trainer accumulates N times as many micro-batches. A loop gets a step of its optimizer for every N
+calls of it, with gradients divided by N, and a loader that says how long it is for one of N ranks.
+What a script counts or divides by itself stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from toolkit.engines.hooks import replace_method
+
+
+class _Loop:
+    """State of a loop that does the work of N ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.trains_by_trainer = False
+        self.accumulates = False
+        """Whether the loop itself uses `Accelerator.accumulate`, which then counts to N times."""
+
+        self.calls = 0
+        """Of the optimizer's step."""
+
+        self.pending = False
+        """Whether there are gradients that no step has used."""
+
+    @property
+    def acts(self) -> bool:
+        """Whether the next call of a step is the last of N."""
+        return self.trains_by_trainer or self.accumulates or (self.calls + 1) % self.ranks == 0
+
+
+@contextmanager
+def one_for_many(ranks: int) -> Iterator[None]:
+    """Let the script that runs within train in one process as `ranks` ranks would."""
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.scheduler import AcceleratedScheduler
+    from torch.optim.lr_scheduler import LRScheduler
+    from transformers import TrainingArguments
+
+    loop = _Loop(ranks)
+    finish = TrainingArguments.__post_init__
+    init, do_sync, backward, clip = (
+        Accelerator.__init__,
+        Accelerator._do_sync,  # 1.15: what `accumulate` calls
+        Accelerator.backward,
+        Accelerator.clip_grad_norm_,
+    )
+    step, zero_grad = AcceleratedOptimizer.step, AcceleratedOptimizer.zero_grad
+    advance, turn = AcceleratedScheduler.step, LRScheduler.step
+    prepare = Accelerator.prepare_data_loader
+
+    def post_init(self: Any) -> None:
+        if not loop.trains_by_trainer:
+            self.gradient_accumulation_steps *= ranks
+            loop.trains_by_trainer = True
+        finish(self)
+
+    def make(self: Any, *arguments: Any, **options: Any) -> None:
+        init(self, *arguments, **options)
+        if not loop.trains_by_trainer:
+            self.gradient_accumulation_steps *= ranks
+
+    def accumulate(self: Any, *arguments: Any, **options: Any) -> None:
+        loop.accumulates = True
+        do_sync(self, *arguments, **options)
+
+    def back(self: Any, loss: Any, **options: Any) -> None:
+        loop.pending = True
+        backward(self, loss, **options)
+
+    def clipping(self: Any, parameters: Any, *arguments: Any, **options: Any) -> Any:
+        if loop.acts:
+            return clip(self, parameters, *arguments, **options)
+        return math.nan
+
+    def stepping(self: Any, *arguments: Any, **options: Any) -> Any:
+        acts = loop.acts
+        loop.calls += 1
+        if not acts:
+            return None
+        loop.pending = loop.pending and not self.gradient_state.sync_gradients
+        return step(self, *arguments, **options)
+
+    def zero(self: Any, *arguments: Any, **options: Any) -> None:
+        if not loop.pending or loop.trains_by_trainer:
+            zero_grad(self, *arguments, **options)
+
+    def advancing(self: Any, *arguments: Any, **options: Any) -> None:
+        if loop.trains_by_trainer:
+            advance(self, *arguments, **options)
+        elif not loop.pending and not self.optimizers[0].step_was_skipped:
+            for _ in range(1 if self.split_batches else ranks):  # as on each of the ranks
+                self.scheduler.step(*arguments, **options)
+
+    def turning(self: Any, *arguments: Any, **options: Any) -> None:
+        if loop.trains_by_trainer or not loop.pending:
+            turn(self, *arguments, **options)
+
+    def prepare_data_loader(self: Any, *arguments: Any, **options: Any) -> Any:
+        made = prepare(self, *arguments, **options)
+        # Accelerate makes a class for each loader.
+        if not loop.trains_by_trainer and hasattr(type(made), "__len__"):
+            whole = type(made).__len__
+            setattr(type(made), "__len__", lambda self: math.ceil(whole(self) / ranks))  # noqa: B010
+        return made
+
+    replacements: list[tuple[Any, str, Any]] = [
+        (TrainingArguments, "__post_init__", post_init),
+        (Accelerator, "__init__", make),
+        (Accelerator, "_do_sync", accumulate),
+        (Accelerator, "backward", back),
+        (Accelerator, "clip_grad_norm_", clipping),
+        (AcceleratedOptimizer, "step", stepping),
+        (AcceleratedOptimizer, "zero_grad", zero),
+        (AcceleratedScheduler, "step", advancing),
+        (LRScheduler, "step", turning),
+        (Accelerator, "prepare_data_loader", prepare_data_loader),
+    ]
+    with ExitStack() as hooks:
+        for owner, name, replacement in replacements:
+            hooks.callback(replace_method(owner, name, replacement))
+        yield

@@ -1,0 +1,367 @@
+"""Observes the first steps of any script by hooks: what it reads, computes and changes.
+
+Nothing is sent between ranks but for the evidence of the first step, which gathers the model within
+the optimizer's own step, where all ranks are.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final, TypeGuard
+
+import numpy as np
+import torch
+from torch.utils.data import RandomSampler
+
+from toolkit.engines.backend import backend_of
+from toolkit.engines.hooks import Undo, replace_method
+from toolkit.engines.optimizers import optimizer_of
+from toolkit.engines.tensors import held_part, named_parameters
+from toolkit.engines.wrapped import world_size
+from toolkit.engines.wrappers import innermost
+from toolkit.launching.ranks import rank
+from toolkit.measuring.evidence import EvidenceKeeper
+from toolkit.measuring.few_steps import FewSteps
+from toolkit.measuring.replica_checks import checksum
+from toolkit.measuring.stepped import rates_of
+from toolkit.records.json_files import SCHEMA, write_json
+from toolkit.records.observation import (
+    MICRO_BATCHES,
+    Batch,
+    Observation,
+    Parameter,
+    Tokens,
+    observation_file,
+)
+
+ROWS_OF_DATA: Final = 64
+"""Rows of the data set, and batches of a loader, that ranks compare."""
+
+MOST_FORWARDS: Final = 2_000
+
+ORDER: Final = 1234
+"""Seed of the order of rows that a loader shuffles without one."""
+
+ANSWER: Final = "certain"
+"""Content of a turn by which the end of a turn is found in what the template writes."""
+
+
+class ScriptObserver:
+    """Observes one rank of a script.
+
+    Args:
+        folder: Of the run; the ranks share it.
+        few: Counts the steps that are observed.
+        strategy: Its name, for the evidence of the first step.
+        precision: As the launcher asks for it.
+    """
+
+    def __init__(self, folder: Path, few: FewSteps, *, strategy: str, precision: str) -> None:
+        self.keeper = EvidenceKeeper(
+            folder, strategy=strategy, engine="script", precision=precision
+        )
+        self._folder, self._few = folder, few
+        self._hooks = ExitStack()
+        self._batches: list[Batch] = []
+        self._rows: list[list[int]] = []
+        self._rates: list[float] = []
+        self._logged: list[dict[str, Any]] = []
+        self._tokenizers: list[Any] = []
+        self._loaded: dict[int, int] = {}
+        self._model: Any = None
+        self._sums: dict[str, int] = {}
+        self._evaluating = 0
+        self._steps = 0
+        self._dropout = 0.0
+        self._draws: list[int] | None = None
+        self._data: list[int] | None = None
+        self._trainer: str | None = None
+        self._own_step = False
+
+    def start(self) -> None:
+        """Watch what the script loads; before it begins.
+
+        Ranks that are forked share numpy's random state, which would hide a shuffle without a seed.
+        """
+        np.random.seed()
+        from accelerate import Accelerator
+        from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+        self._hooks.callback(_watch_loading(PreTrainedModel, self._model_loaded))
+        make = PreTrainedTokenizerBase.__init__
+
+        def made(tokenizer: Any, *arguments: Any, **options: Any) -> None:
+            make(tokenizer, *arguments, **options)
+            self._tokenizers.append(tokenizer)
+
+        self._hooks.callback(replace_method(PreTrainedTokenizerBase, "__init__", made))
+        prepare = Accelerator.prepare_data_loader
+
+        def prepare_data_loader(accelerator: Any, loader: Any, *rest: Any, **options: Any) -> Any:
+            _seed(getattr(loader, "sampler", None))
+            made = prepare(accelerator, loader, *rest, **options)
+            if self._draws is None and self._data is None:
+                self._data = _rows_of_data(getattr(loader, "dataset", None))
+                self._draws = _watch_draws(made)
+            return made
+
+        self._hooks.callback(
+            replace_method(Accelerator, "prepare_data_loader", prepare_data_loader)
+        )
+
+    def before_prepare(self, models: Iterable[torch.nn.Module]) -> None:
+        """Switch dropout off, which no two runs would draw alike."""
+        for model in models:
+            for module in model.modules():
+                if isinstance(module, torch.nn.Dropout):
+                    self._dropout = max(self._dropout, module.p)
+                    module.p = 0.0
+            config = getattr(model, "config", None)
+            for name, value in vars(config).items() if config is not None else ():
+                if "dropout" in name and isinstance(value, float) and value:
+                    self._dropout = max(self._dropout, value)
+                    setattr(config, name, 0.0)
+
+    def prepared(self, model: Any, optimizer: Any) -> None:
+        """Watch a prepared model and its optimizer from now on."""
+        self._model, self._optimizer, self._ranks = model, optimizer, world_size()
+        self._sums = dict(_sums(model))
+        inner = innermost(model)
+        hook = inner.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._hooks.callback(hook.remove)
+        hook = inner.register_forward_hook(self._after_forward, with_kwargs=True)
+        self._hooks.callback(hook.remove)
+        self._hooks.callback(
+            backend_of(model).watch_step(optimizer, before=self._begins, after=self._stepped)
+        )
+        trainer = sys.modules.get("transformers.trainer")
+        if trainer is not None:
+            log = trainer.Trainer.log
+
+            def logging(this: Any, logs: dict[str, Any], *rest: Any, **options: Any) -> None:
+                self._trainer = type(this).__name__
+                self._own_step = _has_own_step(type(this), trainer.Trainer)
+                if not self._few.is_done or "loss" in logs:
+                    self._logged.append({"step": this.state.global_step, **_plain(logs)})
+                log(this, logs, *rest, **options)
+
+            self._hooks.callback(replace_method(trainer.Trainer, "log", logging))
+
+    def write(self) -> None:
+        """Write what this rank has seen; without a collective."""
+        self._hooks.close()
+        self.keeper.close()
+        if self._model is None:
+            return
+        now = dict(_sums(self._model))
+        self._folder.mkdir(parents=True, exist_ok=True)
+        content = Observation(
+            schema=SCHEMA,
+            rank=rank(),
+            num_processes=self._ranks,
+            steps=self._steps,
+            cut=self._few.was_cut,
+            trainer=self._trainer,
+            own_step=self._own_step,
+            model=type(innermost(self._model)).__name__,
+            batches=self._batches,
+            rows=self._rows,
+            rates=self._rates,
+            logged=self._logged if rank() == 0 else [],
+            tokens=self._special_tokens(),
+            parameters={
+                name: Parameter(
+                    elements=parameter.numel(),
+                    trained=parameter.requires_grad,
+                    moved=now[name] != self._sums[name]
+                    if name in self._sums & now.keys()
+                    else None,
+                )
+                for name, parameter in named_parameters(self._model)
+            },
+            evaluating=self._evaluating,
+            dropout=self._dropout,
+            draws=self._draws,
+            data=self._data,
+        )
+        write_json(observation_file(self._folder, rank()), content)
+
+    # In the steps
+
+    def _model_loaded(self, model: Any) -> None:
+        with suppress(AttributeError, NotImplementedError):
+            self._loaded[id(model)] = model.get_input_embeddings().num_embeddings
+
+    def _before_forward(self, module: Any, arguments: Any, inputs: dict[str, Any]) -> None:
+        tokens = inputs.get("input_ids")
+        if tokens is None and arguments and isinstance(arguments[0], torch.Tensor):
+            tokens = arguments[0]
+        if self._few.is_done or not torch.is_grad_enabled() or not _is_batch(tokens):
+            return
+        self._evaluating += not module.training
+        mask, labels = inputs.get("attention_mask"), inputs.get("labels")
+        mask = mask if _is_batch(mask) and mask.shape == tokens.shape else None
+        if len(self._rows) < MOST_FORWARDS:
+            self._rows.append(list(_hashes(tokens, mask)))
+        if len(self._batches) < MICRO_BATCHES:
+            positions = inputs.get("position_ids")
+            restarts = _is_batch(positions) and bool((positions[:, 1:] < positions[:, :-1]).any())
+            self._batches.append(
+                Batch(
+                    step=self._steps + 1,
+                    tokens=tokens.tolist(),
+                    labels=labels.tolist() if _is_batch(labels) else None,
+                    mask=None if mask is None else mask.tolist(),
+                    restarts=restarts,
+                    keywords=sorted(name for name, value in inputs.items() if value is not None),
+                )
+            )
+
+    def _after_forward(self, module: Any, _: Any, inputs: dict[str, Any], output: Any) -> None:
+        if torch.is_grad_enabled():
+            self.keeper.micro_batch(None, inputs.get("labels"))
+
+    def _begins(self) -> None:
+        if not self._few.is_done:
+            self._rates.append(
+                max(map(float, rates_of(optimizer_of(self._optimizer).param_groups)))
+            )
+
+    def _stepped(self) -> None:
+        if not self._few.is_done:
+            self._steps += 1
+            self.keeper.step_done(within_step=True)
+
+    # At the end
+
+    def _special_tokens(self) -> Tokens:
+        tokenizer = self._tokenizers[-1] if self._tokenizers else None
+        bos, eos, pad = (
+            getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")
+        )
+        inner = innermost(self._model)
+        generation = getattr(inner, "generation_config", None)
+        ends = getattr(generation, "eos_token_id", None)
+        stops = {eos, *(ends if isinstance(ends, list) else [ends])} - {None}
+        rows = 0
+        with suppress(AttributeError, NotImplementedError):
+            rows = inner.get_input_embeddings().num_embeddings
+        shown = {token for batch in self._batches for row in batch["tokens"] for token in row}
+        return Tokens(
+            bos=bos,
+            eos=eos,
+            pad=pad,
+            stops=sorted(stops),
+            turn_end=_turn_end(tokenizer, stops),
+            vocabulary=rows,
+            loaded_vocabulary=self._loaded.get(id(inner)),
+            texts={str(token): tokenizer.decode([token]) for token in sorted(shown) if tokenizer},
+        )
+
+
+def _seed(sampler: Any) -> None:
+    """Give a sampler an order of its own: one process has drawn other numbers before than ranks."""
+    if isinstance(sampler, RandomSampler) and sampler.generator is None:
+        sampler.generator = torch.Generator()
+        sampler.generator.manual_seed(ORDER)
+
+
+def _has_own_step(kind: type[Any], Trainer: type[Any]) -> bool:
+    names = ("training_step", "compute_loss")
+    return any(getattr(kind, name) is not getattr(Trainer, name) for name in names)
+
+
+def _turn_end(tokenizer: Any, stops: set[int]) -> list[int]:
+    """Return the ids that the template writes behind an answer, up to the first stop token."""
+    if not getattr(tokenizer, "chat_template", None):
+        return []
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
+    with suppress(Exception):  # a template may refuse what it is given in its own way
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        behind = text.rpartition(ANSWER)[2].strip()
+        ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
+        first = next((at for at, token in enumerate(ids) if token in stops), None)
+        return ids[:1] if first is None else ids[: first + 1]
+    return []
+
+
+def _watch_loading(owner: Any, found: Callable[[Any], object]) -> Undo:
+    original = owner.from_pretrained.__func__
+
+    def from_pretrained(cls: Any, *arguments: Any, **options: Any) -> Any:
+        loaded = original(cls, *arguments, **options)
+        found(loaded[0] if isinstance(loaded, tuple) else loaded)
+        return loaded
+
+    return replace_method(owner, "from_pretrained", classmethod(from_pretrained))
+
+
+def _is_batch(value: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
+
+
+def _hashes(tokens: torch.Tensor, mask: torch.Tensor | None) -> Iterator[int]:
+    """Yield a hash of each row without its padding."""
+    for at, row in enumerate(tokens):
+        held = row if mask is None else row[mask[at].bool()]
+        yield zlib.crc32(held.contiguous().cpu().numpy().tobytes())
+
+
+def _sums(model: Any) -> Iterator[tuple[str, int]]:
+    """Yield a sum over the bits of this rank's part of each parameter."""
+    for name, parameter in named_parameters(model):
+        held = held_part(parameter)
+        if type(held) in (torch.Tensor, torch.nn.Parameter) and held.numel():
+            yield name, checksum(held.detach())
+
+
+def _rows_of_data(data: Any) -> list[int] | None:
+    """Return a hash of each of the first rows of a data set that has numbered rows."""
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        return None
+    first, again = (
+        [_hash(data[at]) for at in range(min(ROWS_OF_DATA, len(data)))] for _ in range(2)
+    )
+    return [len(data), *first] if first == again else None
+
+
+def _hash(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    elif isinstance(value, dict):
+        value = sorted((str(name), _hash(one)) for name, one in value.items())
+    elif isinstance(value, list | tuple):
+        value = [_hash(one) if isinstance(one, torch.Tensor | dict) else one for one in value]
+    return zlib.crc32(repr(value).encode())
+
+
+def _watch_draws(loader: Any) -> list[int] | None:
+    """Return a list that takes a hash of each of the first batches that a loader draws."""
+    shard = getattr(loader, "batch_sampler", None)
+    inner = getattr(shard, "batch_sampler", None)
+    if not hasattr(shard, "process_index") or inner is None:
+        return None
+    draws: list[int] = []
+    original = type(inner).__iter__
+
+    def drawing(this: Any) -> Iterator[Any]:
+        for batch in original(this):
+            if this is inner and len(draws) < ROWS_OF_DATA:
+                draws.append(zlib.crc32(repr(list(batch)).encode()))
+            yield batch
+
+    replace_method(type(inner), "__iter__", drawing)
+    return draws
+
+
+def _plain(logs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: float(value)
+        for name, value in islice(logs.items(), 50)
+        if isinstance(value, int | float)
+    }

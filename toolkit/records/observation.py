@@ -1,0 +1,128 @@
+"""What one rank of any script read, computed and stepped in its first optimizer steps.
+
+Each rank writes a file of its own, beside the evidence of its first step, and a certificate is made
+from the files of all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final, TypedDict
+
+from toolkit.records.json_files import LostError, read_as
+
+MICRO_BATCHES: Final = 8
+"""Micro-batches whose tokens are kept, the first of each rank."""
+
+TOKENIZER_FOLDER: Final = "tokenizer"
+
+
+class Batch(TypedDict):
+    """What the model's forward was given in one micro-batch."""
+
+    step: int
+    """Of the optimizer step, from 1."""
+
+    tokens: list[list[int]]
+    labels: list[list[int]] | None
+    """Null where the script passed none."""
+
+    mask: list[list[int]] | None
+    """1 for each token that is attended to; null where the script passed no mask (B, T)."""
+
+    restarts: bool
+    """Whether positions of a row begin again within it: several texts are packed into one row."""
+
+    keywords: list[str]
+
+
+class Tokens(TypedDict):
+    """Special tokens of the script's tokenizer and model."""
+
+    bos: int | None
+    eos: int | None
+    pad: int | None
+    stops: list[int]
+    """Ids that end an answer, those of the generation settings included."""
+
+    turn_end: list[int]
+    """Ids that the chat template writes behind the content of an assistant's turn, up to the first
+    stop token."""
+
+    vocabulary: int
+    """Rows of the model's table of tokens."""
+
+    loaded_vocabulary: int | None
+    """The same when the model was loaded, before it was resized."""
+
+    texts: dict[str, str]
+    """Text of each id in the rows that are shown."""
+
+
+class Parameter(TypedDict):
+    elements: int
+    trained: bool
+    moved: bool | None
+    """Whether the steps changed this rank's part; null where it holds none."""
+
+
+class Observation(TypedDict):
+    schema: int
+    rank: int
+    num_processes: int
+    steps: int
+    """Optimizer steps that were taken."""
+
+    cut: bool
+    """Whether the script had to be ended."""
+
+    trainer: str | None
+    """Class of the transformers Trainer; null for a loop."""
+
+    own_step: bool
+    """Whether that Trainer computes or weights its loss by code of its own."""
+
+    model: str
+    batches: list[Batch]
+    rows: list[list[int]]
+    """A hash of each unpadded row by forward, of all forwards that trained."""
+
+    rates: list[float]
+    """Highest learning rate of each step."""
+
+    logged: list[dict[str, Any]]
+    """What a Trainer logged, rank 0 alone."""
+
+    tokens: Tokens
+
+    parameters: dict[str, Parameter]
+    evaluating: int
+    """Forwards with gradients in evaluation mode."""
+
+    dropout: float
+    """The highest rate of the model's dropout as the script made it."""
+
+    draws: list[int] | None
+    """Hash of each of the first batches that the prepared loader draws for all ranks; null where it
+    has no batch sampler."""
+
+    data: list[int] | None
+    """Hash of each of the first rows of the data set; null where rows have no numbers, or are other
+    ones each time they are read."""
+
+
+def observation_file(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's file."""
+    return folder / f"observed-{rank}.json"
+
+
+def read_observations(folder: Path, ranks: int) -> list[Observation]:
+    """Read the observations of all ranks.
+
+    Raises:
+        UsageError: one is missing or damaged.
+    """
+    found = [read_as(observation_file(folder, rank), Observation) for rank in range(ranks)]
+    if any(one["num_processes"] != ranks for one in found):
+        raise LostError(f"{folder} holds the observations of another launch.")
+    return found
