@@ -2,6 +2,8 @@
 
 import io
 import json
+import re
+from pathlib import Path
 
 import pytest
 from places import ROOT, SCRIPTS
@@ -9,6 +11,7 @@ from rich.console import Console
 
 from toolkit.certifying.certify import certify
 from toolkit.certifying.options import CertifyOptions
+from toolkit.errors import UsageError
 
 LOOP = {
     "begins_twice": {"token of beginning"},
@@ -41,8 +44,8 @@ TRAINER = {
 }
 
 
-@pytest.fixture(scope="module")
-def certificate_of(tmp_path_factory):
+@pytest.fixture
+def certificate_of(as_launched, tmp_path_factory):
     """Return the checks of a script, by their names, with its exit code."""
 
     def made(*script, strategy="ddp", **options):
@@ -96,6 +99,36 @@ def test_a_limit_that_deepspeed_does_not_take_from_the_script_is_named(certifica
     assert broken(checks) == {"clipping"}, said
 
 
+def test_what_no_release_takes_any_more_is_named_before_it_runs(certificate_of, tmp_path):
+    script = tmp_path / "old.py"
+    text = (SCRIPTS / "faulty_trainer.py").read_text("utf-8")
+    script.write_text(
+        text + "if fault == 'never':\n    TrainingArguments(evaluation_strategy='no')\n"
+    )
+    checks, _, said = certificate_of(script, "own", tmp_path / "out")
+    assert broken(checks) == {"rules"}, said
+    assert "old.py:" in checks["rules"]["words"]
+    assert "evaluation_strategy" in checks["rules"]["words"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({}, "Name the launch by --strategy or by --config"),
+        ({"strategy": "ddp", "config": Path("x.yaml")}, "one of the two"),
+        ({"config": Path("no.yaml")}, "--config no.yaml is not there"),
+        ({"strategy": "ddp", "script": ["gone.py"]}, "There is no script gone.py"),
+        ({"strategy": "ddp", "script": []}, "Name the script behind --"),
+        ({"strategy": "ddp", "output": ROOT / "tests"}, "is not empty"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_starts_nothing(options, sentence):
+    script = options.get("script", [str(SCRIPTS / "faulty_loop.py"), "sound"])
+    given = {name: value for name, value in options.items() if name != "script"}
+    with pytest.raises(UsageError, match=re.escape(sentence)):
+        certify(script, CertifyOptions(**given), console=Console(file=io.StringIO()))
+
+
 def test_label_smoothing_that_fsdp_computes_otherwise_is_named(certificate_of, tmp_path):
     """transformers 5.24 asks for the class by its name, which FSDP2 changes."""
     checks, _, said = certificate_of("faulty_trainer.py", "smoothed", tmp_path, strategy="fsdp")
@@ -116,7 +149,7 @@ def test_a_sound_loop_is_not_blamed(strategy, certificate_of):
     assert ("times one of the largest" in weight["words"]) == bool(flags)
     page = (folder / "certificate.html").read_text("utf-8")
     assert "<mark>It is " in page
-    assert "Nothing is broken: of 26 checks" in page
+    assert "Nothing is broken: of 27 checks" in page
     assert "⟦It is " in (folder / "certificate.md").read_text("utf-8")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -24,6 +25,8 @@ from toolkit.comparing.bisect.run_pair import TracedRun
 from toolkit.comparing.run.folders import short_path
 from toolkit.comparing.run.preparing import run_environment
 from toolkit.comparing.weights import WeightsError
+from toolkit.configs.check.command import check, refuse_errors
+from toolkit.configs.check.finding import Finding
 from toolkit.configs.files import cached_configs
 from toolkit.errors import UsageError
 from toolkit.files import check_takes_files
@@ -82,6 +85,8 @@ class _Certifying:
             self.config, self.name = cached_configs(strategy).accelerate, strategy.name
         self.gpus = environment.gpus()
         self.notes: list[str] = []
+        refuse_errors([self.config], os.environ, num_processes=options.num_processes)
+        self.read = _read(self.script, self.config, options.num_processes)
         folder = options.output or Path("runs") / time.strftime("%Y%m%d-%H%M%S-certificate")
         self.folder = folder.absolute()
         check_takes_files(self.folder, flag="--output")
@@ -117,6 +122,7 @@ class _Certifying:
             one=one,
             bisection=bisection,
             no_bisection=why,
+            read=self.read,
             refused=outcome.reason or "" if outcome.status == "refused" else "",
             notes=self.notes,
         )
@@ -193,6 +199,17 @@ class _Certifying:
         names = ", ".join(path.name for path in written)
         print_line(f"Written to {short_path(self.folder)}: {names}", console=self.console)
         return 1 if certificate["answer"] == "broken" else 0
+
+
+def _read(script: Sequence[str], config: Path, ranks: int | None) -> Sequence[Finding] | None:
+    """Return what the rules find in a script that is a file, with its flags and config."""
+    path = Path(script[0])
+    if path.suffix != ".py":
+        return None
+    if not path.is_file():
+        raise UsageError(f"There is no script {path} here ({Path.cwd()}).")
+    found = check([config], script[1:], script=path, environ=os.environ, num_processes=ranks)
+    return [one for one in found.findings if one.file != config]
 
 
 def _evidence(folder: Path) -> Evidence | None:

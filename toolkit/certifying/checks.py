@@ -7,12 +7,14 @@ from typing import Final
 from toolkit.certifying import (
     against_one,
     read_rows,
+    rules,
     schedule,
     trained_parameters,
     trained_tokens,
 )
 from toolkit.certifying.subject import Check, of_rows
 
+READ: Final = "Before it runs"
 TOKENS: Final = "What is trained"
 PARAMETERS: Final = "Who is trained"
 ROWS: Final = "Rows"
@@ -22,6 +24,7 @@ LOG: Final = "Schedule and log"
 PREPARED: Final = Check(name="prepared", group=PARAMETERS, judge=trained_parameters.is_prepared)
 
 CHECKS: Final = (
+    Check(name="rules", group=READ, judge=rules.read),
     Check(name="tokens to learn", group=TOKENS, judge=of_rows(trained_tokens.some_tokens)),
     Check(name="stop token", group=TOKENS, judge=of_rows(trained_tokens.stop_token)),
     Check(name="token of beginning", group=TOKENS, judge=of_rows(trained_tokens.bos_once)),

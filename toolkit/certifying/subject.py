@@ -9,6 +9,7 @@ from typing import Final, Literal
 
 from toolkit.comparing.bisect.finding import Bisection
 from toolkit.comparing.parity.checks import Check as ParityCheck
+from toolkit.configs.check.finding import Finding as RuleFinding
 from toolkit.records.evidence import IGNORED, Evidence
 from toolkit.records.observation import Batch, Observation, Tokens
 
@@ -72,6 +73,9 @@ class Subject:
     bisection: Bisection | None = None
     no_bisection: str = ""
     """Why the two were not compared."""
+
+    read: Sequence[RuleFinding] | None = None
+    """What the rules of `toolkit check` find; None where no file was named."""
 
     refused: str = ""
     """Why the ranks have not trained one model together; empty where they have."""
