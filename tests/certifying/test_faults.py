@@ -120,6 +120,14 @@ def test_what_no_release_takes_any_more_is_named_before_it_runs(certificate_of, 
         ({"strategy": "ddp", "script": ["gone.py"]}, "There is no script gone.py"),
         ({"strategy": "ddp", "script": []}, "Name the script behind --"),
         ({"strategy": "ddp", "output": ROOT / "tests"}, "is not empty"),
+        (
+            {"strategy": "ddp", "script": ["x.py", "--output_dir", str(ROOT)]},
+            "holds files, and the script would write a model of a few steps there",
+        ),
+        (
+            {"strategy": "ddp", "script": ["x.py", f"--save_dir={ROOT}"]},
+            "Name another folder for the certificate",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence_and_starts_nothing(options, sentence):
@@ -150,6 +158,7 @@ def test_a_sound_loop_is_not_blamed(strategy, certificate_of):
     page = (folder / "certificate.html").read_text("utf-8")
     assert "<mark>It is " in page
     assert "Nothing is broken: of 27 checks" in page
+    assert [*folder.rglob("*.safetensors"), *folder.rglob("observed-*")] == []
     assert "⟦It is " in (folder / "certificate.md").read_text("utf-8")
 
 

@@ -154,7 +154,9 @@ def write(certificate: Certificate, folder: Path) -> list[Path]:
     """Write the page as HTML and Markdown, and the JSON."""
     from toolkit.tables.page import render_page
 
-    title = f"{certificate['script'][0]} under {certificate['config']}"
+    first, *others = certificate["script"]
+    name = others[0] if first == "-m" and others else Path(first).name
+    title = f"{name} under {certificate['config']}"
     said = escaped(verdict(certificate))
     parts = sections(certificate)
     kind = "Certificate · rehearsal on the CPU" if certificate["rehearsal"] else "Certificate"

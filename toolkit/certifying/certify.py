@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -85,6 +86,7 @@ class _Certifying:
             self.config, self.name = cached_configs(strategy).accelerate, strategy.name
         self.gpus = environment.gpus()
         self.notes: list[str] = []
+        _refuse_overwriting(self.script)
         refuse_errors([self.config], os.environ, num_processes=options.num_processes)
         self.read = _read(self.script, self.config, options.num_processes)
         folder = options.output or Path("runs") / time.strftime("%Y%m%d-%H%M%S-certificate")
@@ -154,9 +156,8 @@ class _Certifying:
         return outcome
 
     def _observed(self, folder: Path) -> list[Observation]:
-        ranks = len([*folder.glob(observation_file(folder, 0).name.replace("0", "*"))])
         try:
-            return read_observations(folder, ranks)
+            return read_observations(folder, len(_files(folder)))
         except UsageError:
             return []
 
@@ -195,10 +196,36 @@ class _Certifying:
             environment=environment.snapshot(),
         )
         written = write(certificate, self.folder)
+        # Weights, and the tokens of rows: what matters of them stands in the certificate.
+        for name in (MANY, ONE):
+            for path in [*(self.folder / name).glob("*.safetensors"), *_files(self.folder / name)]:
+                path.unlink()
         print_certificate(certificate, console=self.console)
         names = ", ".join(path.name for path in written)
         print_line(f"Written to {short_path(self.folder)}: {names}", console=self.console)
         return 1 if certificate["answer"] == "broken" else 0
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the observations of a run, one of each rank."""
+    return [*folder.glob(observation_file(folder, 0).name.replace("0", "*"))]
+
+
+def _refuse_overwriting(script: Sequence[str]) -> None:
+    """Refuse a folder with files in it as the place where the script saves.
+
+    Raises:
+        UsageError: a flag such as --output_dir names one.
+    """
+    for flag, following in itertools.pairwise([*script, ""]):
+        name, _, value = flag.partition("=")
+        folder = Path(value or following)
+        saves = name.startswith("--") and any(word in name for word in ("output", "save"))
+        if saves and folder.is_dir() and any(folder.iterdir()):
+            raise UsageError(
+                f"{name} {folder} holds files, and the script would write a model of a few steps "
+                "there. Name another folder for the certificate."
+            )
 
 
 def _read(script: Sequence[str], config: Path, ranks: int | None) -> Sequence[Finding] | None:
