@@ -32,6 +32,8 @@ shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 if fault == "evaluation_mode":
     shape["attention_dropout"] = 0.1
 config = LlamaConfig(vocab_size=len(tokenizer), num_attention_heads=2, **shape)
+# With a cache, transformers 5.24 does not look for texts that are packed.
+config.use_cache = fault == "packed_beside_a_cache"
 model = LlamaForCausalLM(config)
 model.train()
 
@@ -61,6 +63,13 @@ def row(number):
     filled = labels + [tokenizer.pad_token_id if fault == "padding_trained" else IGNORED] * padding
     if fault == "padding_is_eos":
         filled = [IGNORED if label == tokenizer.eos_token_id else label for label in filled]
+    if fault.startswith("packed"):  # each row two texts
+        taught = torch.tensor(labels + labels)
+        taught[len(ids)] = IGNORED
+        packed = {"input_ids": torch.tensor(ids + ids), "labels": taught}
+        packed["position_ids"] = torch.tensor([*range(len(ids)), *range(len(ids))])
+        attended = {"attention_mask": torch.ones(2 * len(ids), dtype=torch.long)}
+        return packed | (attended if fault == "packed_texts_leak" else {})
     return {
         "input_ids": torch.tensor(ids + padded * padding),
         "labels": torch.tensor(filled),
@@ -68,7 +77,7 @@ def row(number):
     }
 
 
-numbers = list(range(64))
+numbers = list(range(10, 74))  # prompts of one length
 if fault == "shuffled_apart":
     random.Random().shuffle(numbers)
 if fault == "split_by_hand":
@@ -77,6 +86,11 @@ loader = DataLoader(
     [row(number) for number in numbers], batch_size=2, shuffle=fault != "split_by_hand"
 )
 
+if fault == "new_tokens_frozen":
+    weights = model.state_dict()
+    model = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=weights).train()
+    model.resize_token_embeddings(len(tokenizer) + 8)
+    model.model.embed_tokens.requires_grad_(False)
 if fault == "frozen_written":
     model.model.norm.weight.requires_grad_(False)
 trained = [p for p in model.parameters() if p.requires_grad]

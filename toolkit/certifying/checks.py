@@ -32,6 +32,8 @@ CHECKS: Final = (
     Check(name="attention mask", group=TOKENS, judge=of_rows(trained_tokens.attention)),
     Check(name="label shift", group=TOKENS, judge=of_rows(trained_tokens.shifted)),
     Check(name="cut rows", group=TOKENS, judge=of_rows(trained_tokens.cut_rows)),
+    Check(name="new tokens", group=TOKENS, judge=trained_tokens.new_tokens),
+    Check(name="packed rows", group=TOKENS, judge=trained_tokens.packed_rows),
     Check(name="vocabulary", group=TOKENS, judge=trained_tokens.in_vocabulary),
     PREPARED,
     Check(name="attested", group=PARAMETERS, judge=trained_parameters.attested),

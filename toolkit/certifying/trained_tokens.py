@@ -16,6 +16,9 @@ from toolkit.certifying.subject import (
 )
 from toolkit.records.evidence import IGNORED
 
+LEAK = 1e-4
+"""Change of a text's logits, relative to their norm, that is rounding."""
+
 SAME = 0.98
 """Share of labels from which they count as one row's tokens."""
 
@@ -160,6 +163,38 @@ def in_vocabulary(subject: Subject) -> Finding:
             "Call model.resize_token_embeddings(len(tokenizer))",
         )
     return holds(f"ids up to {largest:,} in a table of {rows:,} rows")
+
+
+def new_tokens(subject: Subject) -> Finding:
+    """Find rows that were added to the table of tokens, and that nothing trains."""
+    tokens = subject.tokens
+    loaded, rows = tokens["loaded_vocabulary"], tokens["vocabulary"]
+    if loaded is None or not rows:
+        return not_judged("no model with a table of tokens was loaded")
+    if rows <= loaded:
+        return holds("the table has no new rows")
+    if not tokens["table_trained"]:
+        return broken(
+            f"{rows - loaded:,} new rows of the table of tokens are random and frozen",
+            "Train the table: for adapters, name embed_tokens and lm_head in modules_to_save, or "
+            "pass trainable_token_indices",
+        )
+    return holds(f"{rows - loaded:,} new rows of the table are trained")
+
+
+def packed_rows(subject: Subject) -> Finding:
+    """Find texts of a packed row that read the text in front of them."""
+    leaks = [seen["leak"] for seen in subject.many if seen["leak"] is not None]
+    if not leaks:
+        return not_judged("no row with positions that begin again was seen on every rank")
+    if max(leaks) > LEAK:
+        return broken(
+            f"a text in a packed row moves by {max(leaks):.1%} when the text in front of it is "
+            "changed: it reads its neighbour",
+            "Pass no attention mask of ones beside position_ids that begin again, or use an "
+            "attention that takes the lengths of the texts",
+        )
+    return holds("a text stays as it is when its neighbour in the row is changed")
 
 
 def cut_rows(subject: Subject, rows: list[Row]) -> Finding:

@@ -25,6 +25,7 @@ from toolkit.engines.tensors import held_part, named_parameters
 from toolkit.engines.wrapped import world_size
 from toolkit.engines.wrappers import innermost
 from toolkit.launching.ranks import rank
+from toolkit.measuring.attestation import gather_objects
 from toolkit.measuring.evidence import EvidenceKeeper
 from toolkit.measuring.few_steps import FewSteps
 from toolkit.measuring.replica_checks import checksum
@@ -82,6 +83,8 @@ class ScriptObserver:
         self._data: list[int] | None = None
         self._trainer: str | None = None
         self._own_step = False
+        self._packed: dict[str, Any] | None = None
+        self._leak: float | None = None
 
     def start(self) -> None:
         """Watch what the script loads; before it begins.
@@ -186,6 +189,7 @@ class ScriptObserver:
             },
             evaluating=self._evaluating,
             dropout=self._dropout,
+            leak=self._leak,
             draws=self._draws,
             data=self._data,
         )
@@ -211,6 +215,8 @@ class ScriptObserver:
         if len(self._batches) < MICRO_BATCHES:
             positions = inputs.get("position_ids")
             restarts = _is_batch(positions) and bool((positions[:, 1:] < positions[:, :-1]).any())
+            if restarts and self._packed is None and not arguments:
+                self._packed = dict(inputs)
             self._batches.append(
                 Batch(
                     step=self._steps + 1,
@@ -235,7 +241,27 @@ class ScriptObserver:
     def _stepped(self) -> None:
         if not self._few.is_done:
             self._steps += 1
+            if self._steps == self._few.steps and all(gather_objects(self._packed is not None)):
+                self._leak = self._leaked()
             self.keeper.step_done(within_step=True)
+
+    @torch.no_grad()
+    def _leaked(self) -> float | None:
+        """Change the first text of a packed row, and see what the second makes of it."""
+        inputs = self._packed or {}
+        positions, tokens = inputs["position_ids"], inputs["input_ids"]
+        row, at = (positions[:, 1:] < positions[:, :-1]).nonzero()[0].tolist()
+        changed = tokens.clone()
+        changed[row, : at + 1] = tokens[row, : at + 1].roll(1)
+        changed[row, 0] = tokens[row, -1]
+        logits = [
+            getattr(self._model(**inputs | {"input_ids": ids}), "logits", None)
+            for ids in (tokens, changed)
+        ]
+        if any(one is None or one.shape[:2] != tokens.shape for one in logits):
+            return None
+        before, after = (one[row, at + 1 :].float() for one in logits if one is not None)
+        return float((after - before).norm() / before.norm().clamp_min(1e-12))
 
     # At the end
 
@@ -248,9 +274,12 @@ class ScriptObserver:
         generation = getattr(inner, "generation_config", None)
         ends = getattr(generation, "eos_token_id", None)
         stops = {eos, *(ends if isinstance(ends, list) else [ends])} - {None}
-        rows = 0
+        rows, table_trained = 0, False
         with suppress(AttributeError, NotImplementedError):
-            rows = inner.get_input_embeddings().num_embeddings
+            table = inner.get_input_embeddings()
+            rows = table.num_embeddings
+            table_trained = any(parameter.requires_grad for parameter in table.parameters())
+        loaded = (self._loaded[id(m)] for m in inner.modules() if id(m) in self._loaded)
         shown = {token for batch in self._batches for row in batch["tokens"] for token in row}
         return Tokens(
             bos=bos,
@@ -259,7 +288,8 @@ class ScriptObserver:
             stops=sorted(stops),
             turn_end=_turn_end(tokenizer, stops),
             vocabulary=rows,
-            loaded_vocabulary=self._loaded.get(id(inner)),
+            loaded_vocabulary=next(loaded, None),
+            table_trained=table_trained,
             texts={str(token): tokenizer.decode([token]) for token in sorted(shown) if tokenizer},
         )
 

@@ -55,6 +55,9 @@ class Tokens(TypedDict):
     loaded_vocabulary: int | None
     """The same when the model was loaded, before it was resized."""
 
+    table_trained: bool
+    """Whether a parameter of that table is trained."""
+
     texts: dict[str, str]
     """Text of each id in the rows that are shown."""
 
@@ -101,6 +104,10 @@ class Observation(TypedDict):
 
     dropout: float
     """The highest rate of the model's dropout as the script made it."""
+
+    leak: float | None
+    """How far the logits of a text moved, relative to their norm, when the text in front of it in a
+    packed row was changed; null where no rank, or not every rank, had such a row."""
 
     draws: list[int] | None
     """Hash of each of the first batches that the prepared loader draws for all ranks; null where it
