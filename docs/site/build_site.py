@@ -24,11 +24,11 @@ COPIED = ("docs", "benchmarks/results", "examples")
 SINGLE = ("CONTRIBUTING.md", "LICENSE")
 GROUPS = {
     "First steps": ("training", "data", "evaluation", "strategies", "notebooks"),
-    "Before you rent": ("planning", "rehearsal", "configs", "renting"),
+    "Before you rent": ("planning", "rehearsal", "check", "certify", "configs", "renting"),
     "Compare": ("comparing", "reports", "glossary"),
     "Train well": ("checkpoints", "guards", "adapters", "speed"),
     "When it breaks": ("doctor", "complaints", "exit-codes", "limits"),
-    "Build on it": ("files", "extending", "SKILL"),
+    "Build on it": ("files", "changes", "extending", "SKILL"),
 }
 """The pages of `docs/`, in the order in which one learns."""
 
