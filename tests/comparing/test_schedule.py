@@ -241,7 +241,7 @@ def test_an_output_folder_with_a_line_feed_in_its_name_is_shown_on_one_line(worl
     command = (output / "ddp-trainer-1" / "command.txt").read_text()
     assert len(command.splitlines()) == 1
     assert shlex.split(command)[-1] == "off"
-    assert "# Comparison two\\\\nlines" in (output / "report.md").read_text()
+    assert "\nlines" not in (output / "report.md").read_text()
 
 
 def test_a_rehearsed_control_gets_no_gpu_that_its_config_pins(world, monkeypatch):
@@ -410,7 +410,7 @@ def test_a_strategy_that_cannot_take_the_model_is_skipped_with_its_reason_and_th
     assert world.compare("single", "context", "ddp") == 0
     assert world.statuses() == {"single": "ok", "context": "skipped", "ddp": "ok"}
     assert world.results()["runs"][1]["reason"] == reason
-    assert f"context-loop: skipped: {reason}" in world.printed
+    assert f"context-loop: 2 processes, skipped: {reason}" in world.printed
     assert not list(world.output.glob("context*"))
     # And again, from what is there, on a terminal.
     assert world.compare("single", "context", "ddp", terminal=True) == 0
@@ -516,7 +516,7 @@ def test_a_second_comparison_in_the_same_folder_is_refused(world):
 
 
 def test_two_comparisons_of_the_same_second_get_folders_of_their_own(world, monkeypatch):
-    monkeypatch.setattr(schedule.time, "strftime", lambda form: "20260101-120000")
+    monkeypatch.setattr(schedule.time, "strftime", lambda *_: "20260101-120000")
     monkeypatch.setenv("FAKE_TRAIN", json.dumps(world.fake | {"runs": {}, "speeds": {}}))
     for _ in range(2):
         compare(

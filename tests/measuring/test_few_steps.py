@@ -111,6 +111,7 @@ def test_a_script_that_never_ends_is_cut(few, capsys):
 def test_a_pass_in_evaluation_mode_is_short_and_training_is_not(few):
     loop = Loop(few)
     held_out = loop.accelerator.prepare(DataLoader(torch.randn(40, 4), batch_size=2))
+    loop.step(torch.randn(2, 4))
     loop.model.eval()
     assert len(list(held_out)) == EVALUATED
     loop.model.train()
