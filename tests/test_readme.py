@@ -105,7 +105,7 @@ def test_every_command_is_one_that_its_program_takes(command):
         ("toolkit compare --strategies dpp", "dpp"),
         ("toolkit compare -- --no_such_flag 1", "no flag"),
         ("toolkit prepare -- --train_fil my.jsonl", "no flag"),
-        ("toolkit explian", "explian"),
+        ("toolkit explains", "explains"),
         ("toolkit configs write zero3", "to"),
         ("accelerate launch --config_file accelerate_configs/zero4.yaml -m toolkit.train", "zero4"),
         (
