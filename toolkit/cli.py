@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
 
 import typer
 
-from toolkit.certifying.options import CertifyOptions
 from toolkit.comparing.run.options import CompareOptions, read_scale, usual_rows
 from toolkit.configs import ConfigOptions, Flag
 from toolkit.errors import UsageError, file_sentence, is_full_disk
@@ -322,12 +321,33 @@ def train(
         "toolkit certify --config zero3.yaml --shrink -- train.py --model MODEL",
     ),
 )
-@_with_options_of(CertifyOptions)
 def certify(
     script: Annotated[
         list[str], typer.Argument(metavar="-- SCRIPT [FLAGS]", help="The script, after --.")
     ],
-    **options: Any,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            help="Its name, for the bundled config file.", autocompletion=_complete_strategies
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="An Accelerate YAML of your own, in its place.")
+    ] = None,
+    num_processes: Annotated[
+        int | None, typer.Option(help="Ranks; those of the config if left out.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 3,
+    shrink: Annotated[
+        bool, typer.Option("--shrink", help="Make a large model small: few layers, few widths.")
+    ] = False,
+    hide_rows: Annotated[
+        bool, typer.Option("--no-rows", help="Keep texts of the rows out of the page.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of the certificate, new or empty.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for each of the two runs.")] = 600.0,
 ) -> None:
     """Run a training script small and short, as ranks and as one process, and judge what it does.
 
@@ -337,8 +357,19 @@ def certify(
     from rich.console import Console
 
     from toolkit.certifying.certify import certify as run
+    from toolkit.certifying.options import CertifyOptions
 
-    raise typer.Exit(run(script, CertifyOptions(**options), console=Console()))
+    options = CertifyOptions(
+        strategy=strategy,
+        config=config,
+        num_processes=num_processes,
+        steps=steps,
+        shrink=shrink,
+        hide_rows=hide_rows,
+        output=output,
+        timeout=timeout,
+    )
+    raise typer.Exit(run(script, options, console=Console()))
 
 
 @app.command(
