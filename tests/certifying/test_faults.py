@@ -3,14 +3,17 @@
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from places import ROOT, SCRIPTS
 from rich.console import Console
 
+from toolkit.certifying import trained_parameters
 from toolkit.certifying.certify import certify
 from toolkit.certifying.options import CertifyOptions
+from toolkit.certifying.subject import Subject
 from toolkit.errors import UsageError
 
 LOOP = {
@@ -78,6 +81,8 @@ def test_a_fault_of_a_loop_is_named(fault, certificate_of):
     # Which rows two orders have in common is chance.
     chance = {"each row once"} if fault == "shuffled_apart" else set()
     assert broken(checks) - chance == LOOP[fault], said
+    weighted = fault == "other_loss_on_one_rank"
+    assert (checks.get("weight of a token", {}).get("answer") == "note") == weighted, said
 
 
 def test_packed_texts_that_are_kept_apart_hold(certificate_of):
@@ -185,3 +190,13 @@ def test_trainers_that_are_sound_are_not_blamed(certificate_of, tmp_path):
         assert broken(checks) == set(), said
         assert checks["first step"]["answer"] == "holds", said
         assert "<mark>" not in (folder / "certificate.html").read_text("utf-8")
+
+
+def test_nothing_is_claimed_of_ranks_that_were_not_compared():
+    """Ranks on GPUs don't compare what they trained; a script that was cut is said to be."""
+    seen = {"model": "LlamaForCausalLM", "cut": True}
+    on_gpus = Subject(many=[seen, seen], folder=Path(), notes=["attested ddp"])
+    rehearsed = replace(on_gpus, is_rehearsal=True)
+    assert trained_parameters.one_model(on_gpus).answer == "not judged"
+    assert trained_parameters.one_model(rehearsed).answer == "holds"
+    assert "was cut" in trained_parameters.is_prepared(rehearsed).words

@@ -88,6 +88,10 @@ def same_step(subject: Subject) -> Finding:
     )
 
 
+def _are_alike(values: list[float]) -> bool:
+    return max(values) - min(values) <= NOTED * max(map(abs, values))
+
+
 def mean_of_means(subject: Subject) -> Finding:
     """Say how far a mean of the micro-batches' means is from the mean over all tokens."""
     evidence = subject.evidence
@@ -104,18 +108,22 @@ def mean_of_means(subject: Subject) -> Finding:
     by_tokens = sum(sums) / sum(counts)
     by_batches = sum(total / count for total, count in zip(sums, counts, strict=True)) / len(sums)
     gap = abs(by_batches / by_tokens - 1) if by_tokens else 0.0
-    if len(set(counts)) == 1:
-        return holds(f"each micro-batch has {counts[0]:,} trained tokens: both means are one")
     weights = [
         batch["applied"] * batch["loss"] / (total or 1.0)
         for batch, total in zip(batches, sums, strict=True)
-        if batch["applied"] is not None
+        if batch["applied"] is not None and batch["by_model"]
     ]
     if len(weights) < len(batches):
-        return not_judged("what backward began with was not seen")
-    if max(weights) - min(weights) <= NOTED * max(map(abs, weights)):
+        return not_judged("what backward began with was not seen, or is a loss of the script's own")
+    if _are_alike(weights):
         return holds(
             f"every token counts the same, in micro-batches of {min(counts)} to {max(counts)}"
+        )
+    if not _are_alike([weight * count for weight, count in zip(weights, counts, strict=True)]):
+        return note(
+            f"a token weighs {min(weights):.3g} to {max(weights):.3g}, which does not follow from "
+            "the tokens of its micro-batch",
+            "Look at the weights that the script gives to its losses",
         )
     return note(
         f"micro-batches have {min(counts):,} to {max(counts):,} trained tokens and count the same: "

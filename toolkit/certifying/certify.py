@@ -125,6 +125,7 @@ class _Certifying:
             bisection=bisection,
             no_bisection=why,
             read=self.read,
+            is_rehearsal=self.rehearsal,
             refused=outcome.reason or "" if outcome.status == "refused" else "",
             notes=self.notes,
         )

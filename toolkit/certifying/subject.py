@@ -80,6 +80,9 @@ class Subject:
     refused: str = ""
     """Why the ranks have not trained one model together; empty where they have."""
 
+    is_rehearsal: bool = False
+    """Whether the ranks had fewer GPUs than there are of them."""
+
     notes: list[str]
     """What the run itself said."""
 

@@ -22,7 +22,10 @@ def is_prepared(subject: Subject) -> Finding:
             next((line for line in subject.notes if "prepare" in line), "nothing was trained"),
             "Pass the model and the optimizer through Accelerator.prepare, or train by a Trainer",
         )
-    return holds(f"{subject.many[0]['model']} and its optimizer were prepared")
+    words = f"{subject.many[0]['model']} and its optimizer were prepared"
+    if any(seen["cut"] for seen in subject.many):
+        return note(f"{words}; the script went on after its last step, and was cut")
+    return holds(words)
 
 
 def attested(subject: Subject) -> Finding:
@@ -129,6 +132,8 @@ def one_model(subject: Subject) -> Finding:
         return broken(subject.refused, "Every rank must train the same model")
     if len(subject.many) < 2:
         return not_judged("there is one rank")
+    if not subject.is_rehearsal:
+        return not_judged("the ranks compare what they trained in a rehearsal alone")
     return holds("what should be equal on all ranks is, to the last bit")
 
 

@@ -2,7 +2,7 @@
 
 A Trainer stops by its control. In any other loop, later steps find no gradients and change nothing,
 and each pass over a loader gives one batch: a loader that gives none, or an exception, would break
-the script where it was sound. Passes of an evaluation are short from the beginning. A script that
+the script where it was sound. Passes of an evaluation are short once it has trained. A script that
 goes on all the same is cut. Nothing is pushed to a hub, and no tracker hears of it.
 """
 

@@ -223,8 +223,6 @@ class ScriptObserver:
                     tokens=tokens.tolist(),
                     labels=labels.tolist() if _is_batch(labels) else None,
                     mask=None if mask is None else mask.tolist(),
-                    restarts=restarts,
-                    keywords=sorted(name for name, value in inputs.items() if value is not None),
                 )
             )
 

@@ -30,11 +30,6 @@ class Batch(TypedDict):
     mask: list[list[int]] | None
     """1 for each token that is attended to; null where the script passed no mask (B, T)."""
 
-    restarts: bool
-    """Whether positions of a row begin again within it: several texts are packed into one row."""
-
-    keywords: list[str]
-
 
 class Tokens(TypedDict):
     """Special tokens of the script's tokenizer and model."""
