@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from toolkit.cli import app
 
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "datasets", "peft", "numpy"}
-SECONDS = 0.3
-"""Of CPU, in the best of several tries: a machine that is busy makes single ones slower."""
+MOST_MODULES = 330
+"""Modules that a plain answer loads at most: loading them is what it takes its time for."""
 
 ROOT = typer.main.get_command(app)
 VERBS = [
@@ -44,12 +44,6 @@ def toolkit(*words):
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def cpu_seconds_of_children():
-    """CPU time: a machine that is busy with other things stretches the clock, and this far less."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
 ANSWER = """
 import atexit, os, sys
 atexit.register(lambda: os.write({file}, " ".join(sys.modules).encode()))
@@ -61,20 +55,17 @@ main()
 
 @functools.cache
 def answered(*words):
-    """Run the command once; return its end, its seconds, and the packages it had loaded."""
+    """Run the command once; return its end, and the modules that it had loaded."""
     with tempfile.TemporaryFile() as loaded:
         code = ANSWER.format(file=loaded.fileno(), words=words)
-        before = cpu_seconds_of_children()
         done = subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,
             text=True,
             pass_fds=[loaded.fileno()],
         )
-        seconds = cpu_seconds_of_children() - before
         loaded.seek(0)
-        names = loaded.read().decode().split()
-    return done, seconds, {name.partition(".")[0] for name in names}
+        return done, set(loaded.read().decode().split())
 
 
 def imported_by(code):
@@ -90,33 +81,18 @@ def test_importing_the_package_imports_nothing_heavy():
 
 
 @pytest.mark.parametrize("words", PLAIN_ANSWERS, ids=" ".join)
-def test_a_plain_answer_imports_nothing_heavy(words):
-    done, _, loaded = answered(*words)
+def test_a_plain_answer_imports_little(words):
+    done, loaded = answered(*words)
     assert done.returncode == 0
     assert "typer" in loaded
     assert not HEAVY & loaded
-
-
-@pytest.mark.parametrize(
-    "words",
-    [*((*verb, "--help") for verb in VERBS), ("configs", "list"), ("--version",)],
-    ids=" ".join,
-)
-def test_a_plain_answer_is_instant(words):
-    done, seconds, _ = answered(*words)
-    assert done.returncode == 0
-    taken = [seconds]
-    while min(taken) >= SECONDS and len(taken) < 10:
-        before = cpu_seconds_of_children()
-        assert toolkit(*words).returncode == 0
-        taken.append(cpu_seconds_of_children() - before)
-    assert min(taken) < SECONDS
+    assert len(loaded) <= MOST_MODULES
 
 
 @pytest.mark.parametrize("words", VERBS, ids=" ".join)
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_every_help_renders(words, flag):
-    done, *_ = answered(*words, flag)
+    done, _ = answered(*words, flag)
     assert done.returncode == 0, done.stderr
     assert "Usage:" in done.stdout
     assert done.stderr == ""
@@ -171,7 +147,7 @@ def test_an_example_that_is_not_taken_would_be_noticed():
 
 
 def test_the_version_is_the_installed_one():
-    done, *_ = answered("--version")
+    done, _ = answered("--version")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"toolkit {version('toolkit')}\n"
 
