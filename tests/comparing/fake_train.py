@@ -30,6 +30,8 @@ def main():
     how = told(fake["runs"], strategy, number, "ok")
     if "--reverse_rows" in flags:
         how = fake["runs"].get("reversed", "ok")
+    if "--seed" in flags:
+        how = fake["runs"].get("seed", "ok")
     speed = told(fake["speeds"], strategy, number, 100.0)
     ranks = json.loads((folder / "spec.json").read_text())["num_processes"]
     with Path(fake["order"]).open("a") as order:
@@ -59,7 +61,8 @@ def main():
         sys.exit(1)
     if how != "no record":
         shutil.copytree(fake["trained"], folder / "final")
-        losses = [5.0 - step / 10 for step in range(steps)]
+        start = 5.0 + int(flags.get("--seed", "42")) - 42
+        losses = [start - step / 10 for step in range(steps)]
         if how == "drift":
             losses[2] += 1e-3
         if how == "nan":

@@ -147,6 +147,21 @@ def test_losses_are_drawn_from_step_1_and_gaps_below_them(drawn):
         assert least <= min(y)
 
 
+def test_other_seeds_are_a_band_from_the_lowest_to_the_highest_loss(full_results):
+    results = full_results(rehearsal=False)
+    row = next(row for row in results["runs"] if row["name"] == results["control"]["name"])
+    above, below = ([loss + by for loss in row["losses"]] for by in (0.5, -0.25))
+    results["other_seeds"] = [{"seed": 43, "losses": above}, {"seed": 44, "losses": below}]
+    figures = matplotlib_figures(draw_all, results)
+    band = figures["losses"].axes[0].collections[0].get_paths()[0]
+    corners = {tuple(corner) for corner in band.vertices}
+    for step, losses in enumerate(zip(above, below, strict=True), start=1):
+        assert {(step, loss) for loss in losses} <= corners
+    figure = draw_one(results, "losses")
+    assert figure.shows.endswith("Under 3 seeds they lie up to 0.75 apart.")
+    assert figure.caption.endswith(f"The grey band is {row['name']} under all seeds.")
+
+
 def test_the_caption_of_losses_names_the_control(full_results):
     results = full_results(rehearsal=False)
     figure = draw_one(results, "losses")

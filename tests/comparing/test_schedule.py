@@ -683,6 +683,26 @@ def test_a_run_that_could_not_be_forked_is_told(world, monkeypatch, terminal):
     assert world.printed.count(said) == 2  # model and data, and the run
 
 
+def test_the_control_is_trained_under_other_seeds_which_have_no_row(world):
+    assert world.compare("single", "ddp", max_steps=2, seeds=3) == 0
+    assert world.order()[2:] == ["single-trainer-seed43-1", "single-trainer-seed44-1"]
+    results = world.results()
+    assert [row["name"] for row in results["runs"]] == ["single-trainer", "ddp-trainer"]
+    assert results["other_seeds"] == [
+        {"seed": 43, "losses": [6.0, 5.9]},
+        {"seed": 44, "losses": [7.0, 6.9]},
+    ]
+    assert world.compare("single", "ddp", max_steps=2, seeds=3) == 0
+    assert len(world.order()) == 4  # no start is made again
+    assert world.results()["other_seeds"] == results["other_seeds"]
+
+
+def test_a_seed_that_fails_is_left_out_with_its_reason(world):
+    assert world.compare("single", "ddp", seeds=2, runs={"seed": "oom"}) == 0
+    assert "Seed 43 is left out: oom: " in world.printed
+    assert world.results()["other_seeds"] == []
+
+
 def test_repeats_are_rounds_that_begin_one_run_later_each_and_speed_is_their_median(world):
     speeds = {"single": [100.0, 104.0, 90.0], "ddp": [200.0, 210.0, 190.0]}
     assert world.compare("single", "ddp", "fsdp", repeats=3, speeds=speeds) == 0

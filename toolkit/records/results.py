@@ -354,6 +354,14 @@ class Control(TypedDict):
     """Name of its row."""
 
 
+class OtherSeed(TypedDict):
+    """The control's training under another seed."""
+
+    seed: int
+    losses: list[float]
+    """Training loss of each optimizer step."""
+
+
 class Results(TypedDict):
     """One comparison."""
 
@@ -363,6 +371,9 @@ class Results(TypedDict):
     control: Control | None
     environment: Annotated[dict[str, Any], Environment]
     runs: list[Row]
+
+    other_seeds: NotRequired[list[OtherSeed]]
+    """Further trainings of the control; absent in results of older toolkits."""
 
     name: str
     """Name of the comparison's folder."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from toolkit.backends import backend_of
+from toolkit.comparing.parity.gates import limit_of
 from toolkit.comparing.report import words
 from toolkit.comparing.report.names import both_engines
 from toolkit.comparing.report.row_facts import (
@@ -215,7 +216,12 @@ def _table_notes(results: Results, base: Row | None) -> list[str]:
     control, name, runs = results["control"], control_name(results), results["runs"]
     if control is not None and name is not None:
         why = f" {control['reason']}" if control["reason"] else ""
-        lines.append(f"Control: {name}; gaps are measured from it.{why}")
+        limit = limit_of("loss", results["precision"])
+        lines += [
+            f"Control: {name}; gaps are measured from it.{why}",
+            "Gap: the largest difference between the loss of a step and the control's. Rounding "
+            f"alone gives one; from {limit:g} on, the run is not the same training.",
+        ]
     if base is not None:
         scaled = len({row["num_processes"] for row in runs if row["num_processes"] > 1}) > 1
         on = f" on {base['num_processes']} processes" if scaled else ""
@@ -225,16 +231,29 @@ def _table_notes(results: Results, base: Row | None) -> list[str]:
             "States: weights, gradients and optimizer states of the fullest rank. Peak: all its "
             "tensors at the fullest moment of a step; a GPU's allocator adds its own."
         )
-        lines += host_in_peak_lines(runs)
+        lines += [*host_in_peak_lines(runs), *_second_copies(results)]
     if results["rehearsal"]:
         lines.append(
-            "At 7B: what toolkit plan 7b expects of the same strategy on as many GPUs, the tensors "
-            f"of the fullest one ({method_of(results)} fine-tune, bf16, one row of 2,048 tokens)."
+            "At 7B: what toolkit plan 7b expects on each of as many GPUs, the fullest of them "
+            f"({method_of(results)} fine-tune, bf16, one row of 2,048 tokens)."
         )
     return lines + [
         f"{row['name']} ran out of memory: {planner_word(row)}."
         for row in runs
         if row["status"] == "oom"
+    ]
+
+
+def _second_copies(results: Results) -> list[str]:
+    """Name the runs that keep weights in fp32 twice."""
+    copies = {row["name"]: value_at(row, "memory.master_bytes") for row in measured(results)}
+    names = [name for name, held in copies.items() if held]
+    if not names or results["precision"] != "no":
+        return []
+    most = size(max(filter(None, copies.values())))
+    return [
+        f"{', '.join(names)}: {most} of the states are a second copy of the weights in fp32 "
+        "(master). DeepSpeed keeps it in every precision."
     ]
 
 

@@ -26,7 +26,8 @@ from toolkit.records.results import Noise, Results, Row
 
 REHEARSAL: Final = (
     "This was a rehearsal on the CPU. What each rank holds in memory, what it sends to the others, "
-    "and the losses carry over to GPUs. Its speed says nothing about GPUs: --show-speed shows it."
+    "and the losses carry over to GPUs. Its speed says nothing about GPUs and is left out; toolkit "
+    "report FOLDER --show-speed shows it."
 )
 
 

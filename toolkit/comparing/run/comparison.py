@@ -46,7 +46,7 @@ from toolkit.escaping import one_line
 from toolkit.launching.folder_lock import lock_folder
 from toolkit.records.json_files import SCHEMA, write_json
 from toolkit.records.record import RECORD_FILE
-from toolkit.records.results import RESULTS_FILE, Control, Results, Row
+from toolkit.records.results import RESULTS_FILE, Control, OtherSeed, Results, Row
 from toolkit.tables.terminal import print_line
 
 if TYPE_CHECKING:
@@ -144,6 +144,9 @@ class Comparison:
     rounding: Rounding | None = None
     """Known once the control was trained once more, which is rarely needed."""
 
+    other_seeds: list[OtherSeed] = field(default_factory=list[OtherSeed])
+    """Further trainings of the control."""
+
     def check_configs(self) -> None:
         """Raise UsageError for a setting that a run's config file would refuse, before any run."""
         nvme = self.options.nvme_path
@@ -240,8 +243,18 @@ class Comparison:
             for (_, of_control, *others), judgement in self.judgements.items()
             if (of_control, *others) == (start.folder, first, False)
         )
-        run = next(run for run in self.planned() if run.name == control["name"])
-        return run.reversed() if late else None
+        return self._run_of(control).reversed() if late else None
+
+    def _run_of(self, control: Control) -> Run:
+        return next(run for run in self.planned() if run.name == control["name"])
+
+    def under_other_seeds(self) -> dict[int, Run]:
+        """Return the trainings of the control that `--seeds` asks for, by their seeds."""
+        control, start = self.control(), self.control_start()
+        if control is None or start is None:
+            return {}
+        first, run = start.record["training"]["seed"], self._run_of(control)
+        return {first + n: run.under_seed(first + n) for n in range(1, self.options.seeds)}
 
     def measure_rounding(self, again: Finished) -> None:
         """Judge all runs by the control's distance from itself, trained once more."""
@@ -326,6 +339,7 @@ class Comparison:
             control=self.control(),
             environment=self.environment,
             runs=runs,
+            other_seeds=self.other_seeds,
             name=one_line(self.folder.name),
             date=self._date(),
             complete=complete and all(name in self.rows for name in order),

@@ -67,6 +67,9 @@ class CompareOptions:
     `single`."""
 
     repeats: Annotated[int, Flag("Starts of every run.")] = 1
+    seeds: Annotated[int, Flag("Seeds of the control: how far does a seed move the loss?")] = 1
+    """Seeds that the control is trained under, its own included."""
+
     precision: Annotated[Precision, Flag("Mixed precision of every run; no is fp32.")] = "no"
     output: Annotated[
         Path | None, Flag("Folder of the comparison. Given again, finished runs are kept.")
@@ -99,6 +102,7 @@ class CompareOptions:
                 ("--num_processes", self.processes, 1),
                 ("--scale", min(self.scale, default=1), 1),
                 ("--repeats", self.repeats, 1),
+                ("--seeds", self.seeds, 1),
                 ("--global_batch_size", self.global_batch_size, 1),
                 ("--gradient_accumulation_steps", self.gradient_accumulation_steps, 1),
                 ("--throughput_steps", self.throughput_steps, 0),

@@ -31,10 +31,6 @@ CONTROLS: Final = ("single", "ddp", "zero1")
 """Candidates for the control, in order: it is the first that runs to its end."""
 
 
-REVERSED: Final = "-reversed"
-"""End of the name of the control's second training, which has no row."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """One strategy under one engine with one number of processes."""
@@ -54,18 +50,22 @@ class Run:
     scaled: bool = False
     """Whether the strategy runs with other numbers of processes too."""
 
-    is_reversed: bool = False
-    """Whether it reads the rows of each step in reverse, to measure rounding."""
+    ending: str = ""
+    """End of the name of a further training of the control, which has no row."""
 
     @property
     def name(self) -> str:
         """Name of the row; the folder of a start has a number after it."""
         scale = f"-x{self.num_processes}" if self.scaled else ""
-        return f"{self.strategy.name}-{self.engine}{scale}{REVERSED if self.is_reversed else ''}"
+        return f"{self.strategy.name}-{self.engine}{scale}{self.ending}"
 
     def reversed(self) -> Run:
         """Return the same training with its sums in another order."""
-        return replace(self, flags=("--reverse_rows", "True", *self.flags), is_reversed=True)
+        return replace(self, flags=("--reverse_rows", "True", *self.flags), ending="-reversed")
+
+    def under_seed(self, seed: int) -> Run:
+        """Return the training that another seed makes of it."""
+        return replace(self, flags=(*self.flags, "--seed", str(seed)), ending=f"-seed{seed}")
 
     def spec(self, *, rehearsal: bool) -> dict[str, Any]:
         """Return the settings that decide the run; an equal spec makes it the same run.

@@ -37,7 +37,7 @@ from toolkit.errors import file_sentence
 from toolkit.launching.forking import warm_launches
 from toolkit.launching.launch import signals_as_exit
 from toolkit.launching.preflight import PrepareError
-from toolkit.records.results import RESULTS_FILE, Results
+from toolkit.records.results import RESULTS_FILE, OtherSeed, Results
 from toolkit.redaction import learn, redacted
 from toolkit.tables.terminal import print_line
 
@@ -201,6 +201,7 @@ class RunQueue:
                 comparison.save(complete=not waiting)
             self.progress.finish(planned, comparison.rows[planned.name], comparison.control())
         self.tell_rounding_from_faults()
+        self.train_under_other_seeds()
         comparison.save(complete=True)
 
     def tell_rounding_from_faults(self) -> None:
@@ -212,16 +213,11 @@ class RunQueue:
         again = comparison.control_once_more()
         if again is None:
             return
-        starts = completed(comparison.folder, again.name)
-        if starts:
-            end = starts[0]
-        else:
-            self.progress.also(
-                again,
-                "A gate broke after the first step. The control is trained once more with its "
-                "sums in another order, to tell rounding from a fault.",
-            )
-            end = self.start(again)
+        end = self.further(
+            again,
+            "A gate broke after the first step. The control is trained once more with its "
+            "sums in another order, to tell rounding from a fault.",
+        )
         if isinstance(end, FailedStart):
             self.progress.say(f"Rounding was not measured: {end.status}: {end.reason}")
             return
@@ -233,6 +229,25 @@ class RunQueue:
             if row is not None and row.get("judged_steps"):
                 name = comparison.plan.shown_name(planned)
                 self.progress.say(f"{name}: {'; '.join(row['notes'])}")
+
+    def train_under_other_seeds(self) -> None:
+        """Train the control under the other seeds that are asked for."""
+        comparison = self.comparison
+        for seed, run in comparison.under_other_seeds().items():
+            end = self.further(run, f"The control is trained under seed {seed}.")
+            if isinstance(end, FailedStart):
+                self.progress.say(f"Seed {seed} is left out: {end.status}: {end.reason}")
+            else:
+                losses = end.record["losses"]
+                comparison.other_seeds.append(OtherSeed(seed=seed, losses=losses))
+
+    def further(self, run: Run, why: str) -> Finished | FailedStart:
+        """Train a run that has no row, unless an earlier command did."""
+        starts = completed(self.comparison.folder, run.name)
+        if starts:
+            return starts[0]
+        self.progress.also(run, why)
+        return self.start(run)
 
     def take_over(self, planned: Run) -> None:
         """Take over the starts that an earlier command of this comparison finished."""

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from toolkit.comparing.report.figures.frame import ReportFigure, colour_of, style_of
 from toolkit.comparing.report.row_facts import control_row
-from toolkit.comparing.report.svg import Hint
+from toolkit.comparing.report.svg import INK, Hint
 from toolkit.records.results import Results, Row
 
 MOST_STEPS: Final = 200
@@ -58,7 +58,13 @@ def losses_and_gaps(results: Results) -> ReportFigure:
     elif smallest is None:
         figure.caption += f" Here no step of any run differs from {name} at all."
     figure.shows = _course(curves, gaps, name)
-    _draw(figure, curves, gaps, smallest, control)
+    seeds = results.get("other_seeds", [])
+    band = [*zip(*(of_seed["losses"] for of_seed in seeds), base, strict=False)] if base else []
+    if band:
+        widest = max(max(losses) - min(losses) for losses in band)
+        figure.shows += f" Under {len(seeds) + 1} seeds they lie up to {widest:.2g} apart."
+        figure.caption += f" The grey band is {name} under all seeds."
+    _draw(figure, curves, gaps, smallest, control, band)
     # Runs that differ only in their processes have the same style and share a key.
     names: dict[tuple[str, bool], list[str]] = {}
     for row, _ in curves:
@@ -93,7 +99,12 @@ def _between(losses: Sequence[float]) -> str:
 
 
 def _draw(
-    figure: ReportFigure, curves: Curves, gaps: Curves, smallest: float | None, control: Row | None
+    figure: ReportFigure,
+    curves: Curves,
+    gaps: Curves,
+    smallest: float | None,
+    control: Row | None,
+    band: Sequence[Sequence[float]],
 ) -> None:
     with figure.canvas(2.5 if smallest is None else 4.1) as canvas:
         frames: list[Any]
@@ -101,6 +112,11 @@ def _draw(
             frames = [canvas.subplots()]
         else:
             frames = list(canvas.subplots(2, 1, sharex=True, height_ratios=(3, 2)))
+        if band:
+            edges = ([*map(edge, band)] for edge in (min, max))
+            frames[0].fill_between(
+                range(1, len(band) + 1), *edges, color=INK, alpha=0.2, linewidth=0
+            )
         for row, losses in curves:
             _curve(figure, frames[0], row, losses, width=3.5 if row is control else 1.2)
         frames[0].set_ylabel("loss")
