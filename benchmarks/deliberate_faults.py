@@ -81,7 +81,9 @@ SWAPPED: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
 }
 
 RANKS = {
+    "backends": ("tests/planning", "tests/configs", "tests/test_made_up_backend.py", STRATEGIES),
     "causes": ("tests/causes", "tests/test_failures.py"),
+    "certifying": ("tests/certifying",),
     "checkpoints": ("tests/checkpoints/test_damaged_checkpoints.py",
                     "tests/checkpoints/test_ranks_agree.py", "tests/checkpoints"),
     "comparing": ("tests/comparing", "tests/test_parity_faults.py", "tests/test_bisect_faults.py"),
@@ -92,12 +94,14 @@ RANKS = {
                 "tests/test_parameter_server.py", "tests/test_split_rows.py",
                 "tests/test_parity_faults.py", "tests/test_train.py",
                 "tests/checkpoints/test_exact_resuming.py"),
+    "jobs": ("tests/planning",),
     "launching": ("tests/launching", "tests/test_failures.py", "tests/test_fork_server.py"),
     "measuring": ("tests/test_attestation.py", "tests/test_guards_in_ranks.py",
                   "tests/test_bisect_faults.py", STRATEGIES,
                   "tests/test_rehearse.py"),
     "planning": ("tests/planning", "tests/test_cli.py"),
     "records": ("tests/test_results.py", "tests/comparing", STRATEGIES),
+    "tables": ("tests/tables", "tests/comparing", "tests/planning"),
     "training": ("tests/test_train.py", "tests/test_methods.py", "tests/test_speed_in_ranks.py",
                  STRATEGIES, "tests/checkpoints/test_exact_resuming.py"),
     "top": ("tests/test_cli.py", "tests/test_environment.py", "tests/test_rehearse.py",
