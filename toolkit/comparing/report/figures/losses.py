@@ -59,7 +59,8 @@ def losses_and_gaps(results: Results) -> ReportFigure:
         figure.caption += f" Here no step of any run differs from {name} at all."
     figure.shows = _course(curves, gaps, name)
     seeds = results.get("other_seeds", [])
-    band = [*zip(*(of_seed["losses"] for of_seed in seeds), base, strict=False)] if base else []
+    every = [*(of_seed["losses"] for of_seed in seeds), base] if seeds and base else []
+    band = [*zip(*every, strict=False)]
     if band:
         widest = max(max(losses) - min(losses) for losses in band)
         figure.shows += f" Under {len(seeds) + 1} seeds they lie up to {widest:.2g} apart."
