@@ -1,7 +1,7 @@
 """Certify sound scripts, and count what is said of them. Nothing may be `broken`.
 
     python benchmarks/certify_sound.py
-    python benchmarks/certify_sound.py --scripts peft_loop,streaming --strategies ddp,fsdp --keep runs/sound
+    python benchmarks/certify_sound.py --scripts peft_loop,streaming --keep runs/sound
 
 The scripts lie in `benchmarks/sound_scripts` and `examples`, each written as the examples of its
 library are. Each runs under each strategy, on two ranks that rehearse, and as one process. A check
@@ -217,12 +217,15 @@ def report(results: Sequence[Result], *, minutes: float) -> list[str]:
         for (check, reason), count in sorted(found.items()):
             scripts = ", ".join(dict.fromkeys(where[check, reason]))
             lines.append(f"| {check} | {count} | {reason} | {scripts} |")
-    lines += ["", *(f"{one.script.name}, {one.strategy}: {one.said}" for one in results if not one.checks)]
+    lines += [
+        "",
+        *(f"{one.script.name}, {one.strategy}: {one.said}" for one in results if not one.checks),
+    ]
     return lines
 
 
 def reason_of(words: str) -> str:
-    """Return a finding's words without their numbers, so that equal reasons are counted together."""
+    """Return a finding without its numbers, so that equal reasons are counted together."""
     import re
 
     return re.sub(r"-?\d[\d,.]*(e-?\d+)?%?", "#", words).replace("|", "/")[:180]

@@ -7,7 +7,7 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # noqa: E402
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 
 @dataclass

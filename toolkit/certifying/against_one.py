@@ -7,6 +7,7 @@ from typing import Final
 
 from toolkit.certifying.subject import Finding, Subject, broken, holds, not_judged, note
 from toolkit.comparing.bisect.distances import compare_tensors
+from toolkit.comparing.bisect.rows import averages_batches, token_weight
 from toolkit.records.evidence import GRADIENTS_FILE, MicroBatch
 
 NO_STEP: Final = "no micro-batch of an optimizer step was seen"
@@ -88,10 +89,6 @@ def same_step(subject: Subject) -> Finding:
     )
 
 
-def _are_alike(values: list[float]) -> bool:
-    return max(values) - min(values) <= NOTED * max(map(abs, values))
-
-
 def mean_of_means(subject: Subject) -> Finding:
     """Say how far a mean of the micro-batches' means is from the mean over all tokens."""
     evidence = subject.evidence
@@ -109,17 +106,15 @@ def mean_of_means(subject: Subject) -> Finding:
     by_batches = sum(total / count for total, count in zip(sums, counts, strict=True)) / len(sums)
     gap = abs(by_batches / by_tokens - 1) if by_tokens else 0.0
     weights = [
-        batch["applied"] * batch["loss"] / (total or 1.0)
-        for batch, total in zip(batches, sums, strict=True)
-        if batch["applied"] is not None and batch["by_model"]
+        weight for batch in batches if (weight := token_weight(batch, readers=1)) is not None
     ]
     if len(weights) < len(batches):
         return not_judged("what backward began with was not seen, or is a loss of the script's own")
-    if _are_alike(weights):
+    if max(weights) - min(weights) <= NOTED * max(map(abs, weights)):
         return holds(
             f"every token counts the same, in micro-batches of {min(counts)} to {max(counts)}"
         )
-    if not _are_alike([weight * count for weight, count in zip(weights, counts, strict=True)]):
+    if not averages_batches(evidence):
         return note(
             f"a token weighs {min(weights):.3g} to {max(weights):.3g}, which does not follow from "
             "the tokens of its micro-batch",

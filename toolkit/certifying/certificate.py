@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 from toolkit.certifying.subject import ANSWERS, Answer, Check, Finding, Subject, worst_first
 from toolkit.files import write_text
-from toolkit.records.json_files import write_json
+from toolkit.records.json_files import read_as, write_json
 from toolkit.redaction import redact
 from toolkit.tables.grid import Section
 from toolkit.tables.markdown import document, escaped, fenced
@@ -41,7 +41,9 @@ class Certificate(TypedDict):
     num_processes: int
     rehearsal: bool
     steps: int
-    shrunk: bool
+    shrunk: str
+    """What was made small, in words; empty where the script's own model was trained."""
+
     answer: Answer
     """The worst of the checks."""
 
@@ -158,6 +160,7 @@ def write(certificate: Certificate, folder: Path) -> list[Path]:
     name = others[0] if first == "-m" and others else Path(first).name
     title = f"{name} under {certificate['config']}"
     said = escaped(verdict(certificate))
+    shrunk = escaped(certificate["shrunk"])
     parts = sections(certificate)
     kind = "Certificate · rehearsal on the CPU" if certificate["rehearsal"] else "Certificate"
     versions = ", ".join(
@@ -167,18 +170,26 @@ def write(certificate: Certificate, folder: Path) -> list[Path]:
         title,
         kind=kind,
         tab=title,
-        head={"verdict": said},
+        head={"verdict": said, "shrunk": shrunk},
         parts=[parts[0], rows_as_html(certificate), *parts[1:]],
         foot=f"Made from certificate.json. {escaped(versions)}",
     )
     files = {
         f"{PAGE}.html": page,
-        f"{PAGE}.md": document([f"# {escaped(title)}", said], [*parts, rows_as_text(certificate)]),
+        f"{PAGE}.md": document(
+            [f"# {escaped(title)}", said, shrunk], [*parts, rows_as_text(certificate)]
+        ),
     }
     for name, text in files.items():
         write_text(folder / name, text)
     write_json(folder / f"{PAGE}.json", {**certificate})
     return [folder / name for name in (*files, f"{PAGE}.json")]
+
+
+def read_certificate(folder: Path) -> Certificate | None:
+    """Read what `write` has written; None where nothing was."""
+    path = folder / f"{PAGE}.json"
+    return read_as(path, Certificate) if path.is_file() else None
 
 
 def print_certificate(certificate: Certificate, *, console: Console) -> None:
@@ -189,4 +200,5 @@ def print_certificate(certificate: Certificate, *, console: Console) -> None:
         print_line(f"{check['answer']}: {check['check']}: {check['words']}", console=console)
         if check["advice"]:
             print_line(f"  {check['advice']}.", console=console)
-    print_line(verdict(certificate), console=console)
+    for line in filter(None, (certificate["shrunk"], verdict(certificate))):
+        print_line(line, console=console)

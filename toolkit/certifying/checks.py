@@ -27,11 +27,17 @@ CHECKS: Final = (
     Check(name="rules", group=READ, judge=rules.read),
     Check(name="tokens to learn", group=TOKENS, judge=of_rows(trained_tokens.some_tokens)),
     Check(name="stop token", group=TOKENS, judge=of_rows(trained_tokens.stop_token)),
-    Check(name="token of beginning", group=TOKENS, judge=of_rows(trained_tokens.bos_once)),
+    Check(
+        name="token of beginning",
+        group=TOKENS,
+        judge=of_rows(trained_tokens.bos_once, labelled=False),
+    ),
     Check(name="padding", group=TOKENS, judge=of_rows(trained_tokens.padding)),
-    Check(name="attention mask", group=TOKENS, judge=of_rows(trained_tokens.attention)),
+    Check(
+        name="attention mask", group=TOKENS, judge=of_rows(trained_tokens.attention, labelled=False)
+    ),
     Check(name="label shift", group=TOKENS, judge=of_rows(trained_tokens.shifted)),
-    Check(name="cut rows", group=TOKENS, judge=of_rows(trained_tokens.cut_rows)),
+    Check(name="cut rows", group=TOKENS, judge=of_rows(trained_tokens.cut_rows, labelled=False)),
     Check(name="new tokens", group=TOKENS, judge=trained_tokens.new_tokens),
     Check(name="packed rows", group=TOKENS, judge=trained_tokens.packed_rows),
     Check(name="vocabulary", group=TOKENS, judge=trained_tokens.in_vocabulary),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from toolkit.certifying.subject import Finding, Subject, broken, holds, not_judged, note
+from toolkit.comparing.bisect.rows import step_loss_of
 
 SCHEDULER = "one for each process"
 """Words of a note of the run on a scheduler that goes too fast."""
@@ -41,17 +42,21 @@ def logged_loss(subject: Subject) -> Finding:
     if first is None:
         return not_judged("nothing that a Trainer logs of this step was seen")
     rows = [row for of_rank in evidence["ranks"] for batch in of_rank for row in batch["rows"]]
-    if not rows or any(row["loss"] is None for row in rows):
-        return not_judged("the model gave no logits, or no labels (B, T)")
     tokens = sum(row["supervised"] for row in rows)
     mean = sum(row["loss"] or 0.0 for row in rows) / max(1, tokens)
+    meant = f"the mean over the {tokens:,} tokens of all ranks"
+    if not rows or any(row["loss"] is None for row in rows):  # a loss of the script's own
+        found = step_loss_of(evidence)
+        if found is None:
+            return not_judged("the model gave no logits, or no labels (B, T)")
+        mean, meant = found, "what backward began with, as the mean over all ranks,"
     if not math.isclose(first["loss"], mean, rel_tol=1e-2, abs_tol=1e-4):
         return broken(
-            f"step {evidence['step']} is logged with a loss of {first['loss']:.4f}, the mean over "
-            f"its {tokens:,} tokens on all ranks is {mean:.4f}",
+            f"step {evidence['step']} is logged with a loss of {first['loss']:.4f}; {meant} is "
+            f"{mean:.4f}",
             "Look how compute_loss divides, and what is averaged over the ranks",
         )
-    return holds(f"{first['loss']:.4f} is logged, the mean over {tokens:,} tokens is {mean:.4f}")
+    return holds(f"{first['loss']:.4f} is logged; {meant} is {mean:.4f}")
 
 
 def clipping(subject: Subject) -> Finding:

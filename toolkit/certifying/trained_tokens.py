@@ -90,8 +90,10 @@ def _ends_of_spans(row: Row) -> Iterator[tuple[int, bool]]:
 def bos_once(subject: Subject, rows: list[Row]) -> Finding:
     """Find rows that begin with two tokens of beginning."""
     tokens = subject.tokens
+    if not tokens["texts"]:
+        return not_judged("no tokenizer was seen")
     if tokens["bos"] is None:
-        return not_judged("no tokenizer with a token of beginning was seen")
+        return holds("the tokenizer has no token of beginning")
     double = [row.place for row in rows if row.tokens[:2] == [tokens["bos"]] * 2]
     if double:
         return broken(
@@ -169,8 +171,12 @@ def new_tokens(subject: Subject) -> Finding:
     """Find rows that were added to the table of tokens, and that nothing trains."""
     tokens = subject.tokens
     loaded, rows = tokens["loaded_vocabulary"], tokens["vocabulary"]
-    if loaded is None or not rows:
-        return not_judged("no model with a table of tokens was loaded")
+    if not rows:
+        return not_judged("the model has no table of tokens")
+    if tokens["table_trained"] and (loaded is None or rows <= loaded):
+        return holds("the table is trained as a whole")
+    if loaded is None:
+        return not_judged("the table is frozen, and where it was loaded was not seen")
     if rows <= loaded:
         return holds("the table has no new rows")
     if not tokens["table_trained"]:
@@ -197,6 +203,12 @@ def packed_rows(subject: Subject) -> Finding:
     return holds("a text stays as it is when its neighbour in the row is changed")
 
 
+def _are_blocks(rows: list[Row], stops: set[int]) -> bool:
+    """Whether texts were joined and cut into rows of one length, stop tokens within."""
+    lengths = {len(row.tokens) for row in rows}
+    return len(lengths) == 1 and any(stops.intersection(row.tokens[1:-2]) for row in rows)
+
+
 def cut_rows(subject: Subject, rows: list[Row]) -> Finding:
     """Find rows that were cut at a length: the longest ones lack the stop that others have."""
     tokens = subject.tokens
@@ -208,6 +220,8 @@ def cut_rows(subject: Subject, rows: list[Row]) -> Finding:
         return any(token in stops for token in row.tokens[-2:])
 
     longest = max(len(row.tokens) for row in rows)
+    if _are_blocks(rows, stops):
+        return holds("rows are blocks that texts fill one after the other")
     cut = [row for row in rows if len(row.tokens) == longest and not ended(row)]
     if len(cut) < 2 or not any(map(ended, rows)):
         return holds("no row ends at one length without the stop token that others have")

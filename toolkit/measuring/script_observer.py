@@ -21,7 +21,7 @@ from torch.utils.data import RandomSampler
 from toolkit.engines.backend import backend_of
 from toolkit.engines.hooks import Undo, replace_method
 from toolkit.engines.optimizers import optimizer_of
-from toolkit.engines.tensors import held_part, named_parameters
+from toolkit.engines.tensors import elements_of, held_part, named_parameters
 from toolkit.engines.wrapped import world_size
 from toolkit.engines.wrappers import innermost
 from toolkit.launching.ranks import rank
@@ -90,8 +90,11 @@ class ScriptObserver:
         """Watch what the script loads; before it begins.
 
         Ranks that are forked share numpy's random state, which would hide a shuffle without a seed.
+        Of torch, rank 0 and one process get the same numbers: new weights of a script that sets no
+        seed would differ.
         """
         np.random.seed()
+        torch.manual_seed(ORDER + rank())
         from accelerate import Accelerator
         from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -179,7 +182,7 @@ class ScriptObserver:
             tokens=self._special_tokens(),
             parameters={
                 name: Parameter(
-                    elements=parameter.numel(),
+                    elements=elements_of(parameter),
                     trained=parameter.requires_grad,
                     moved=now[name] != self._sums[name]
                     if name in self._sums & now.keys()
