@@ -53,6 +53,9 @@ class Script:
     has_output: bool = True
     """Whether it takes the folder that it saves to."""
 
+    wrong_under: tuple[str, ...] = ()
+    """Strategies under which it is not sound after all."""
+
     is_unseen: bool = False
     """Whether it was kept back: the checks were mended by the other scripts alone."""
 
@@ -79,7 +82,9 @@ CASES = (
     Script("peft_trainer", "prompts"),
     Script("peft_loop", "prompts", is_unseen=True),
     Script("loop_accumulate", "text", has_output=False),
-    Script("loop_own_steps", "chat", has_output=False),
+    # DeepSpeed steps with each backward outside of Accelerator.accumulate: twice as often as the
+    # loop means to, with half of the gradient.
+    Script("loop_own_steps", "chat", has_output=False, wrong_under=("zero2", "zero3")),
     Script("streaming", "text", is_unseen=True),
     Script("packing", "chat", is_unseen=True),
 )
@@ -97,6 +102,10 @@ class Result:
     said: str
     seconds: float
 
+    @property
+    def has_false_alarm(self) -> bool:
+        return bool(self.names("broken")) != (self.strategy in self.script.wrong_under)
+
     def names(self, answer: str) -> list[str]:
         return [check["check"] for check in self.checks if check["answer"] == answer]
 
@@ -106,6 +115,8 @@ class Result:
             return f"| {self.script.name} | {self.strategy} | could not be judged | | |"
         broken, notes, unjudged = map(self.names, ANSWERS)
         alarms = ", ".join(broken) or "none"
+        if broken and not self.has_false_alarm:
+            alarms += " (rightly)"
         return (
             f"| {self.script.name} | {self.strategy} | {alarms} | {', '.join(notes)} | "
             f"{len(unjudged)} |"
@@ -155,7 +166,7 @@ def main() -> int:
     print("\n".join(lines))
     if arguments.output is not None:
         arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    bad = [one for one in results if not one.checks or one.names("broken")]
+    bad = [one for one in results if not one.checks or one.has_false_alarm]
     return 1 if bad else 0
 
 
@@ -188,6 +199,9 @@ def report(results: Sequence[Result], *, minutes: float) -> list[str]:
         "",
         f"Kept back until the checks were mended: {', '.join(alone)}.",
         "",
+        "Under zero2 and zero3 loop_own_steps is not sound: DeepSpeed steps with each backward outside "
+        "of Accelerator.accumulate, twice as often as the loop means to. That is named rightly.",
+        "",
         "| scripts | certificates | with a false alarm | could not be judged | not judged |",
         "|---|---|---|---|---|",
     ]
@@ -197,7 +211,7 @@ def report(results: Sequence[Result], *, minutes: float) -> list[str]:
             checks = sum(len(one.checks) for one in of)
             unjudged = sum(len(one.names("not judged")) for one in of)
             lines.append(
-                f"| {name} | {len(of)} | {sum(bool(one.names('broken')) for one in of)} | "
+                f"| {name} | {len(of)} | {sum(one.has_false_alarm for one in of)} | "
                 f"{sum(not one.checks for one in of)} | {unjudged} of {checks} checks |"
             )
     lines += ["", "| script | strategy | broken | notes | not judged |", "|---|---|---|---|---|"]

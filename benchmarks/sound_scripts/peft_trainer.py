@@ -65,4 +65,4 @@ trainer = Trainer(
     data_collator=DataCollatorForSeq2Seq(tokenizer, padding=True),
 )
 trainer.train()
-model.save_pretrained(args.output_dir)
+trainer.save_model(args.output_dir)

@@ -43,7 +43,8 @@ def size_of_loss(subject: Subject) -> Finding:
             f"backward takes a loss of {taken:.4g} in a step whose micro-batches have mean losses "
             f"of {low:.4g} to {high:.4g}: gradients are {times:.3g} times their size",
             "Divide each micro-batch's loss by their number, or pass num_items_in_batch on to "
-            "super().compute_loss",
+            "super().compute_loss; a loop counts its micro-batches by Accelerator.accumulate, as "
+            "DeepSpeed steps with each backward outside of it",
         )
     return holds(f"backward takes {taken:.4g}, micro-batches have {low:.4g} to {high:.4g}")
 

@@ -47,7 +47,7 @@ def stop_token(subject: Subject, rows: list[Row]) -> Finding:
     if not tokens["stops"]:
         return not_judged("no tokenizer with a stop token was seen")
     stops = {*tokens["stops"], *tokens["turn_end"][-1:]}
-    ends = [(row, *end) for row in rows for end in _ends_of_spans(row)]
+    ends = [(row, *end) for row in rows for end in _ends_of_spans(row, stops)]
     known = [(row, at, is_trained) for row, at, is_trained in ends if row.tokens[at] in stops]
     untrained = [row.place for row, _, is_trained in known if not is_trained]
     if untrained:
@@ -70,16 +70,18 @@ def stop_token(subject: Subject, rows: list[Row]) -> Finding:
     )
 
 
-def _ends_of_spans(row: Row) -> Iterator[tuple[int, bool]]:
+def _ends_of_spans(row: Row, stops: set[int]) -> Iterator[tuple[int, bool]]:
     """Yield the place of each answer's last token or the stop behind it, and if it is trained.
 
-    An answer is a span of trained tokens.
+    An answer is a span of trained tokens. A template may write a line break behind its stop.
     """
     trained = row.trained
     for at, is_trained in enumerate(trained):
         if not is_trained or (at + 1 < len(trained) and trained[at + 1]):
             continue
-        if at + 1 < len(trained):
+        if trained[at - 1] and row.tokens[at] not in stops and row.tokens[at - 1] in stops:
+            yield at - 1, True
+        elif at + 1 < len(trained):
             following = row.tokens[at + 1]
             last = row.tokens[at]
             yield (at, True) if following == last else (at + 1, False)
@@ -192,6 +194,9 @@ def packed_rows(subject: Subject) -> Finding:
     """Find texts of a packed row that read the text in front of them."""
     leaks = [seen["leak"] for seen in subject.many if seen["leak"] is not None]
     if not leaks:
+        rows, stops = subject.all_rows, {*subject.tokens["stops"]}
+        if rows and stops and not any(stops.intersection(row.tokens[1:-2]) for row in rows):
+            return holds(f"no row of {len(rows)} has a second text behind a stop token")
         return not_judged("no row with positions that begin again was seen on every rank")
     if max(leaks) > LEAK:
         return broken(
