@@ -199,8 +199,8 @@ def report(results: Sequence[Result], *, minutes: float) -> list[str]:
         "",
         f"Kept back until the checks were mended: {', '.join(alone)}.",
         "",
-        "Under zero2 and zero3 loop_own_steps is not sound: DeepSpeed steps with each backward outside "
-        "of Accelerator.accumulate, twice as often as the loop means to. That is named rightly.",
+        "Under zero2 and zero3 loop_own_steps is not sound: DeepSpeed steps with each backward "
+        "outside of Accelerator.accumulate, twice as often as the loop means to. It is named.",
         "",
         "| scripts | certificates | with a false alarm | could not be judged | not judged |",
         "|---|---|---|---|---|",

@@ -114,7 +114,12 @@ def main() -> None:
                 watch(rehearsal=rehearsal, few=few, observe=options.observe),
                 machines.watched(),
             ):
-                run_script()
+                try:
+                    run_script()
+                except StopIteration:  # it reads by hand as many batches as its loader should give
+                    if few is None or not few.is_done:
+                        raise
+                    few.cut()
     except UsageError as error:
         code = print_reason(2, str(error))
     except Refused as error:

@@ -97,6 +97,18 @@ def test_a_fault_of_a_trainer_is_named(fault, certificate_of, tmp_path):
     assert broken(checks) == TRAINER[fault], said
 
 
+@pytest.mark.parametrize("sound", [[], ["--sound"]])
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [("counts_tokens", {"label shift"}), ("adapters", {"same data"})],
+)
+def test_the_fault_of_an_official_example_is_named(kind, names, sound, certificate_of, tmp_path):
+    checks, _, said = certificate_of("faulty_examples.py", kind, "--output_dir", tmp_path, *sound)
+    # Which rows two orders have in common is chance.
+    chance = {"each row once"} if kind == "adapters" and not sound else set()
+    assert broken(checks) - chance == (set() if sound else names), said
+
+
 @pytest.mark.parametrize(
     ("fault", "names"),
     [

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 from toolkit.certifying.subject import Finding, Subject, broken, holds, not_judged, note
 from toolkit.comparing.bisect.distances import compare_tensors
 from toolkit.comparing.bisect.rows import averages_batches, token_weight
-from toolkit.records.evidence import GRADIENTS_FILE, MicroBatch
+from toolkit.records.evidence import GRADIENTS_FILE, Evidence, MicroBatch
 
 NO_STEP: Final = "no micro-batch of an optimizer step was seen"
 
@@ -29,7 +30,7 @@ def size_of_loss(subject: Subject) -> Finding:
     evidence = subject.evidence
     if evidence is None:
         return not_judged(NO_STEP)
-    batches = [batch for of_rank in evidence["ranks"] for batch in of_rank]
+    batches = _batches(evidence)
     applied = [batch["applied"] for batch in batches]
     means = [_mean(batch) for batch in batches]
     if not all(batch["by_model"] for batch in batches) or None in applied or None in means:
@@ -78,6 +79,13 @@ def same_step(subject: Subject) -> Finding:
         return not_judged(
             "loss and gradients are equal; from there on the limits of the norm differ"
         )
+    weights = [token_weight(batch, readers=1) for batch in _batches(bisection.pair.second.evidence)]
+    is_whole = size_of_loss(subject).answer == "holds"
+    if first.link == "loss weighting" and is_whole and _are_alike(weights):
+        return not_judged(
+            "every token counts the same on the ranks, as in a script that counts those of a step; "
+            "one process counts others"
+        )
     if subject.many[0]["own_step"] and first.link in ("loss weighting", "loss of the step"):
         # It need not divide by the micro-batches that one process has in place of ranks.
         scale = compare_tensors(*bisection.pair.tensors(GRADIENTS_FILE)).scale
@@ -90,12 +98,21 @@ def same_step(subject: Subject) -> Finding:
     )
 
 
+def _batches(evidence: Evidence) -> list[MicroBatch]:
+    return [batch for of_rank in evidence["ranks"] for batch in of_rank]
+
+
+def _are_alike(values: Sequence[float | None]) -> bool:
+    known = [value for value in values if value is not None]
+    return len(known) == len(values) and max(known) - min(known) <= NOTED * max(map(abs, known))
+
+
 def mean_of_means(subject: Subject) -> Finding:
     """Say how far a mean of the micro-batches' means is from the mean over all tokens."""
     evidence = subject.evidence
     if evidence is None:
         return not_judged(NO_STEP)
-    batches = [batch for of_rank in evidence["ranks"] for batch in of_rank]
+    batches = _batches(evidence)
     rows = [row for batch in batches for row in batch["rows"]]
     if not rows or any(row["loss"] is None for row in rows):
         return not_judged("the model gave no logits, or no labels (B, T)")
@@ -106,12 +123,10 @@ def mean_of_means(subject: Subject) -> Finding:
     by_tokens = sum(sums) / sum(counts)
     by_batches = sum(total / count for total, count in zip(sums, counts, strict=True)) / len(sums)
     gap = abs(by_batches / by_tokens - 1) if by_tokens else 0.0
-    weights = [
-        weight for batch in batches if (weight := token_weight(batch, readers=1)) is not None
-    ]
+    weights = [weight for batch in batches if (weight := token_weight(batch, readers=1))]
     if len(weights) < len(batches):
         return not_judged("what backward began with was not seen, or is a loss of the script's own")
-    if max(weights) - min(weights) <= NOTED * max(map(abs, weights)):
+    if _are_alike(weights):
         return holds(
             f"every token counts the same, in micro-batches of {min(counts)} to {max(counts)}"
         )

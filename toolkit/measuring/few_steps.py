@@ -87,8 +87,13 @@ class FewSteps:
         """
         self._idle += 1
         if self.was_cut:
-            self.say(f"the script goes on after {self.taken} steps, and was cut")
+            self.cut()
             raise SystemExit(0)
+
+    def cut(self) -> None:
+        """Say that the script was ended before its own end."""
+        self._idle = IDLE + 1
+        self.say(f"the script goes on after {self.taken} steps, and was cut")
 
     def say(self, text: str) -> None:
         """Say once what is done to the script."""
