@@ -85,6 +85,13 @@ def test_a_fault_of_a_loop_is_named(fault, certificate_of):
     assert (checks.get("weight of a token", {}).get("answer") == "note") == weighted, said
 
 
+@pytest.mark.parametrize(("kind", "answer"), [("one_order", "note"), ("two_epochs", "holds")])
+def test_passes_that_begin_with_the_same_rows_are_noted(kind, answer, certificate_of):
+    checks, _, said = certificate_of("faulty_loop.py", kind)
+    assert broken(checks) == set(), said
+    assert checks["new order"]["answer"] == answer, said
+
+
 def test_packed_texts_that_are_kept_apart_hold(certificate_of):
     checks, _, said = certificate_of("faulty_loop.py", "packed", strategy="fsdp")
     assert broken(checks) == set(), said
@@ -100,7 +107,7 @@ def test_a_fault_of_a_trainer_is_named(fault, certificate_of, tmp_path):
 @pytest.mark.parametrize("sound", [[], ["--sound"]])
 @pytest.mark.parametrize(
     ("kind", "names"),
-    [("counts_tokens", {"label shift"}), ("adapters", {"same data"})],
+    [("counts_tokens", {"label shift", "stop token"}), ("adapters", {"same data"})],
 )
 def test_the_fault_of_an_official_example_is_named(kind, names, sound, certificate_of, tmp_path):
     checks, _, said = certificate_of("faulty_examples.py", kind, "--output_dir", tmp_path, *sound)
@@ -185,7 +192,7 @@ def test_a_sound_loop_is_not_blamed(strategy, certificate_of):
     assert ("times one of the largest" in weight["words"]) == bool(flags)
     page = (folder / "certificate.html").read_text("utf-8")
     assert "<mark>It is " in page
-    assert "Nothing is broken: of 29 checks" in page
+    assert "Nothing is broken: of 30 checks" in page
     assert [*folder.rglob("*.safetensors"), *folder.rglob("observed-*")] == []
     assert "⟦It is " in (folder / "certificate.md").read_text("utf-8")
 

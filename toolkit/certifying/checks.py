@@ -53,6 +53,7 @@ CHECKS: Final = (
     Check(name="same data", group=ROWS, judge=read_rows.same_data),
     Check(name="same draws", group=ROWS, judge=read_rows.same_draws),
     Check(name="each row once", group=ROWS, judge=read_rows.each_once),
+    Check(name="new order", group=ROWS, judge=read_rows.new_order),
     Check(name="first step", group=ONE, judge=against_one.same_step),
     Check(name="size of the loss", group=ONE, judge=against_one.size_of_loss),
     Check(name="weight of a token", group=ONE, judge=against_one.mean_of_means),

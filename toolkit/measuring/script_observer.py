@@ -16,7 +16,7 @@ from typing import Any, Final, TypeGuard
 
 import numpy as np
 import torch
-from torch.utils.data import RandomSampler
+from torch.utils.data import RandomSampler, SequentialSampler
 
 from toolkit.engines.backend import backend_of
 from toolkit.engines.hooks import Undo, replace_method
@@ -70,6 +70,7 @@ class ScriptObserver:
         self._hooks = ExitStack()
         self._batches: list[Batch] = []
         self._rows: list[list[int]] = []
+        self._passes: list[tuple[Any, list[int]]] = []
         self._rates: list[float] = []
         self._logged: list[dict[str, Any]] = []
         self._tokenizers: list[Any] = []
@@ -98,6 +99,7 @@ class ScriptObserver:
         from accelerate import Accelerator
         from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+        self._few.pass_begins = self._pass_begins
         self._hooks.callback(_watch_loading(PreTrainedModel, self._model_loaded))
         make = PreTrainedTokenizerBase.__init__
 
@@ -177,6 +179,7 @@ class ScriptObserver:
             model=type(innermost(self._model)).__name__,
             batches=self._batches,
             rows=self._rows,
+            passes=[*self._passes_of_training()],
             rates=self._rates,
             logged=self._logged if rank() == 0 else [],
             tokens=self._special_tokens(),
@@ -203,6 +206,24 @@ class ScriptObserver:
     def _model_loaded(self, model: Any) -> None:
         with suppress(AttributeError, NotImplementedError):
             self._loaded[id(model)] = model.get_input_embeddings().num_embeddings
+
+    def _pass_begins(self, loader: Any, batch: Any) -> None:
+        tokens, mask = (
+            batch.get(name) if hasattr(batch, "get") else None
+            for name in ("input_ids", "attention_mask")
+        )
+        if _is_batch(tokens) and len(self._passes) < ROWS_OF_DATA:
+            mask = mask if _is_batch(mask) and mask.shape == tokens.shape else None
+            self._passes.append((loader, list(_hashes(tokens, mask))))
+
+    def _passes_of_training(self) -> Iterator[list[int]]:
+        """Yield the first rows of each pass over the loader that gave the first micro-batch."""
+        first = next((loader for loader, rows in self._passes if [rows] == self._rows[:1]), None)
+        sampler = getattr(first, "batch_sampler", None)
+        while sampler is not None and not isinstance(sampler, SequentialSampler | RandomSampler):
+            sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+        if not isinstance(sampler, SequentialSampler):
+            yield from (rows for loader, rows in self._passes if loader is first)
 
     def _before_forward(self, module: Any, arguments: Any, inputs: dict[str, Any]) -> None:
         tokens = inputs.get("input_ids")

@@ -85,6 +85,10 @@ class Observation(TypedDict):
     rows: list[list[int]]
     """A hash of each unpadded row by forward, of all forwards that trained."""
 
+    passes: list[list[int]]
+    """Hashes of the first rows of each pass over the loader that gave them; empty where none is
+    known, or where it reads the data set in its own order."""
+
     rates: list[float]
     """Highest learning rate of each step."""
 
