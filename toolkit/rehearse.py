@@ -43,7 +43,7 @@ from toolkit.errors import MachineLostError, UsageError, file_sentence, is_full_
 from toolkit.escaping import one_line
 from toolkit.launching.processes import start_of
 from toolkit.launching.python import check_package_folder
-from toolkit.launching.ranks import die_with_parent, leave, local_rank, quiet, rank, say
+from toolkit.launching.ranks import die_with_parent, leave, local_rank, quiet, rank, say, staying
 from toolkit.launching.status import STATUS_DIR, StatusFile, guard
 from toolkit.launching.watchdog import DEFAULT_SECONDS, HANG_FILE, seconds_of, watching
 from toolkit.redaction import redact, redact_output
@@ -113,6 +113,7 @@ def main() -> None:
                 _made_small(options, rehearsal=rehearsal) as few,
                 watch(rehearsal=rehearsal, few=few, observe=options.observe),
                 machines.watched(),
+                staying(),
             ):
                 try:
                     run_script()

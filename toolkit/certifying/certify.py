@@ -142,8 +142,11 @@ class _Certifying:
         own = ["--steps", str(options.steps), "--observe", str(self.folder / name), *flags]
         if options.shrink is not False:
             own.append("--shrink" if options.shrink else "--shrink=auto")
+        script = self.script
+        if script[:2] == ["-m", "toolkit.train"]:  # it refuses the folder of another run
+            script = [*script, "--output_dir", str(self.folder / name / "saved")]
         command = launch_command(
-            config, ["-m", "toolkit.rehearse", *own, *self.script], num_processes=processes
+            config, ["-m", "toolkit.rehearse", *own, *script], num_processes=processes
         )
         lines: list[str] = []
         print_line(f"{name}: {' '.join(redacted_words(self.script))}", console=self.console)
