@@ -201,7 +201,12 @@ class EvidenceKeeper:
             if self.is_open and self._without_loss is not None:
                 self._step.read.append(_Read(*self._without_loss, loss, by_model=False))
             self._without_loss = None
+            read = self._step.read[-1] if self.is_open and self._step.read else None
+            if read is not None and loss.requires_grad:
+                loss.register_hook(read.began)
             original(loss, *args, **kwargs)
+            if read is not None:
+                read.take_loss(loss)
 
         self._hooks.callback(replace_method(self._accelerator, "backward", backward))
 
@@ -392,6 +397,7 @@ class _Read:
         self._loss = loss.detach().clone()
         self._by_model = by_model
         self._applied: torch.Tensor | None = None
+        self._began: torch.Tensor | None = None
         items = inputs.get("num_items_in_batch")
         self._items = None if items is None else int(items)
         self._inputs, self._logits = inputs, getattr(output, "logits", None)
@@ -412,6 +418,15 @@ class _Read:
     def _backward(self, gradient: torch.Tensor | None) -> None:
         # None where a script goes back from another loss than the model's own.
         self._applied = None if gradient is None else gradient.detach()
+
+    def began(self, gradient: torch.Tensor) -> None:
+        self._began = gradient.detach()
+
+    def take_loss(self, loss: torch.Tensor) -> None:
+        """Take the loss of a trainer that left the model's own aside, once backward is done."""
+        if self._applied is None and self._began is not None:
+            self._loss, self._by_model = loss.detach().clone(), False
+            self._applied = self._began
 
     def described(self, sample_ids: list[int] | None, *, scale: float) -> MicroBatch:
         if sample_ids is not None and len(sample_ids) == len(self._rows):
