@@ -1,12 +1,12 @@
 """Scripts with one fault each: a certificate names it by the check it belongs to, and no other."""
 
 import io
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from certificates import broken
 from places import ROOT, SCRIPTS
 from rich.console import Console
 
@@ -49,29 +49,6 @@ TRAINER = {
     "divided_by_all": {"size of the loss", "logged loss"},
     "logs_another_loss": {"logged loss"},
 }
-
-
-@pytest.fixture
-def certificate_of(as_launched, tmp_path_factory):
-    """Return the checks of a script, by their names, with its exit code."""
-
-    def made(*script, strategy="ddp", **options):
-        folder = tmp_path_factory.mktemp("certificate")
-        said = io.StringIO()
-        code = certify(
-            [str(SCRIPTS / script[0]), *map(str, script[1:])],
-            CertifyOptions(strategy=strategy, output=folder, **options),
-            console=Console(file=said, width=200),
-        )
-        page = json.loads((folder / "certificate.json").read_text("utf-8"))
-        assert code == (page["answer"] == "broken")
-        return {check["check"]: check for check in page["checks"]}, folder, said.getvalue()
-
-    return made
-
-
-def broken(checks):
-    return {name for name, check in checks.items() if check["answer"] == "broken"}
 
 
 @pytest.mark.parametrize("fault", LOOP)
