@@ -38,6 +38,7 @@ stream = stream.shuffle(seed=args.seed, buffer_size=64)
 stream = stream.map(
     lambda rows: tokenizer(
         [text + tokenizer.eos_token for text in rows["text"]],
+        padding="max_length",  # rank 0 reads for all, and cuts what it has read by ranks
         truncation=True,
         max_length=96,
         return_token_type_ids=False,

@@ -82,6 +82,7 @@ def test_rows_that_are_cut_are_noted_and_blocks_are_not(subject):
     assert trained_tokens.cut_rows(subject, cut).answer == "note"
     blocks = [row(1, 2, STOP, 4, 5, 6), row(2, 3, 4, 5, 1, STOP), row(4, STOP, 1, 2, 3, 4)]
     assert trained_tokens.cut_rows(subject, blocks).answer == "holds"
+    assert trained_tokens.cut_rows(subject, [*blocks, row(1, STOP)]).answer == "holds"
 
 
 def test_a_line_break_behind_a_stop_token_is_no_end_without_one(subject):

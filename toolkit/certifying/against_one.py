@@ -6,12 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from toolkit.certifying.subject import Finding, Subject, broken, holds, not_judged, note
+from toolkit.certifying.subject import Finding, Subject, broken, holds, not_judged, note, of_step
 from toolkit.comparing.bisect.distances import compare_tensors
-from toolkit.comparing.bisect.rows import averages_batches, token_weight
+from toolkit.comparing.bisect.rows import averages_batches, step_loss_of, token_weight
 from toolkit.records.evidence import GRADIENTS_FILE, Evidence, MicroBatch
-
-NO_STEP: Final = "no micro-batch of an optimizer step was seen"
 
 SCALED: Final = 1.2
 """Factor up to which the loss of a step may lie outside of its micro-batches' means."""
@@ -25,21 +23,17 @@ NOTED: Final = 1e-3
 """Relative difference of the two means from which it is worth a note."""
 
 
-def size_of_loss(subject: Subject) -> Finding:
+@of_step
+def size_of_loss(subject: Subject, evidence: Evidence) -> Finding:
     """Find a step that takes the gradient of a multiple of its mean loss."""
-    evidence = subject.evidence
-    if evidence is None:
-        return not_judged(NO_STEP)
     batches = _batches(evidence)
-    applied = [batch["applied"] for batch in batches]
-    means = [_mean(batch) for batch in batches]
-    if not all(batch["by_model"] for batch in batches) or None in applied or None in means:
+    taken = step_loss_of(evidence)
+    means = [mean for batch in batches if (mean := _mean(batch)) is not None]
+    if taken is None or len(means) < len(batches) or not all(one["by_model"] for one in batches):
         return not_judged("the script computes its loss by itself")
-    taken = sum((a or 0.0) * b["loss"] for a, b in zip(applied, batches, strict=True))
-    taken /= len(evidence["ranks"])
-    low, high = min(m or 0.0 for m in means), max(m or 0.0 for m in means)
+    low, high = min(means), max(means)
     if not low / SCALED <= taken <= high * SCALED:
-        times = taken / (sum(m or 0.0 for m in means) / len(means))
+        times = taken / (sum(means) / len(means))
         return broken(
             f"backward takes a loss of {taken:.4g} in a step whose micro-batches have mean losses "
             f"of {low:.4g} to {high:.4g}: gradients are {times:.3g} times their size",
@@ -107,11 +101,9 @@ def _are_alike(values: Sequence[float | None]) -> bool:
     return len(known) == len(values) and max(known) - min(known) <= NOTED * max(map(abs, known))
 
 
-def mean_of_means(subject: Subject) -> Finding:
+@of_step
+def mean_of_means(subject: Subject, evidence: Evidence) -> Finding:
     """Say how far a mean of the micro-batches' means is from the mean over all tokens."""
-    evidence = subject.evidence
-    if evidence is None:
-        return not_judged(NO_STEP)
     batches = _batches(evidence)
     rows = [row for batch in batches for row in batch["rows"]]
     if not rows or any(row["loss"] is None for row in rows):

@@ -99,7 +99,7 @@ def verdict(certificate: Certificate) -> str:
 def sections(certificate: Certificate) -> list[Section]:
     """Return a table for each group of checks, and the first rows."""
     groups = dict.fromkeys(check["group"] for check in certificate["checks"])
-    made = [
+    return [
         Section(
             header=("check", "verdict", "found"),
             rows=[
@@ -120,7 +120,6 @@ def sections(certificate: Certificate) -> list[Section]:
         )
         for group in groups
     ]
-    return made
 
 
 def rows_as_text(certificate: Certificate) -> Section:

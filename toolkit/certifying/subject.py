@@ -94,6 +94,12 @@ class Subject:
         return self.many[0]["tokens"]
 
     @property
+    def stops(self) -> set[int]:
+        """Tokens that end an answer, or a turn of one; empty where none is known."""
+        tokens = self.tokens
+        return {*tokens["stops"], *tokens["turn_end"][-1:]} if tokens["stops"] else set()
+
+    @property
     def batches(self) -> Iterator[tuple[int, Batch]]:
         """The first micro-batches, each with its rank."""
         for seen in self.many:
@@ -183,6 +189,17 @@ def of_rows(
             read = "labels" if labelled else "tokens"
             return not_judged(f"the model's forward was given no {read} (B, T) in training")
         return judge(subject, rows)
+
+    return judged
+
+
+def of_step(judge: Callable[[Subject, Evidence], Finding]) -> Callable[[Subject], Finding]:
+    """Let a judge of the first step say by itself where none was seen."""
+
+    def judged(subject: Subject) -> Finding:
+        if subject.evidence is None:
+            return not_judged("no micro-batch of an optimizer step was seen")
+        return judge(subject, subject.evidence)
 
     return judged
 

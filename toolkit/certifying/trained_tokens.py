@@ -44,11 +44,10 @@ def some_tokens(subject: Subject, rows: list[Row]) -> Finding:
 def stop_token(subject: Subject, rows: list[Row]) -> Finding:
     """Find answers whose stop token is not trained, so that the model never learns to stop."""
     tokens = subject.tokens
-    if not tokens["stops"]:
+    if not subject.stops:
         return not_judged("no tokenizer with a stop token was seen")
-    stops = {*tokens["stops"], *tokens["turn_end"][-1:]}
-    ends = [(row, *end) for row in rows for end in _ends_of_spans(row, stops)]
-    known = [(row, at, is_trained) for row, at, is_trained in ends if row.tokens[at] in stops]
+    ends = [(row, *end) for row in rows for end in _ends_of_spans(row, subject.stops)]
+    known = [end for end in ends if end[0].tokens[end[1]] in subject.stops]
     untrained = [row.place for row, _, is_trained in known if not is_trained]
     if untrained:
         why = ""
@@ -194,7 +193,7 @@ def packed_rows(subject: Subject) -> Finding:
     """Find texts of a packed row that read the text in front of them."""
     leaks = [seen["leak"] for seen in subject.many if seen["leak"] is not None]
     if not leaks:
-        rows, stops = subject.all_rows, {*subject.tokens["stops"]}
+        rows, stops = subject.all_rows, subject.stops
         if rows and stops and not any(stops.intersection(row.tokens[1:-2]) for row in rows):
             return holds(f"no row of {len(rows)} has a second text behind a stop token")
         return not_judged("no row with positions that begin again was seen on every rank")
@@ -210,22 +209,21 @@ def packed_rows(subject: Subject) -> Finding:
 
 def _are_blocks(rows: list[Row], stops: set[int]) -> bool:
     """Whether texts were joined and cut into rows of one length, stop tokens within."""
-    lengths = {len(row.tokens) for row in rows}
-    return len(lengths) == 1 and any(stops.intersection(row.tokens[1:-2]) for row in rows)
+    longest = max(len(row.tokens) for row in rows)
+    shorter = sum(len(row.tokens) < longest for row in rows)  # the rest at the end
+    return shorter <= 1 and any(stops.intersection(row.tokens[1:-2]) for row in rows)
 
 
 def cut_rows(subject: Subject, rows: list[Row]) -> Finding:
     """Find rows that were cut at a length: the longest ones lack the stop that others have."""
-    tokens = subject.tokens
-    if not tokens["stops"]:
+    if not subject.stops:
         return not_judged("no tokenizer with a stop token was seen")
-    stops = {*tokens["stops"], *tokens["turn_end"][-1:]}
 
     def ended(row: Row) -> bool:
-        return any(token in stops for token in row.tokens[-2:])
+        return any(token in subject.stops for token in row.tokens[-2:])
 
     longest = max(len(row.tokens) for row in rows)
-    if _are_blocks(rows, stops):
+    if _are_blocks(rows, subject.stops):
         return holds("rows are blocks that texts fill one after the other")
     cut = [row for row in rows if len(row.tokens) == longest and not ended(row)]
     if len(cut) < 2 or not any(map(ended, rows)):

@@ -84,6 +84,7 @@ class ScriptObserver:
         self._data: list[int] | None = None
         self._trainer: str | None = None
         self._own_step = False
+        self._prepared_schedule = False
         self._packed: dict[str, Any] | None = None
         self._leak: float | None = None
 
@@ -97,6 +98,7 @@ class ScriptObserver:
         np.random.seed()
         torch.manual_seed(ORDER + rank())
         from accelerate import Accelerator
+        from accelerate.scheduler import AcceleratedScheduler
         from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
         self._few.pass_begins = self._pass_begins
@@ -108,6 +110,13 @@ class ScriptObserver:
             self._tokenizers.append(tokenizer)
 
         self._hooks.callback(replace_method(PreTrainedTokenizerBase, "__init__", made))
+        advance = AcceleratedScheduler.step
+
+        def advancing(scheduler: Any, *arguments: Any, **options: Any) -> None:
+            self._prepared_schedule = True
+            advance(scheduler, *arguments, **options)
+
+        self._hooks.callback(replace_method(AcceleratedScheduler, "step", advancing))
         prepare = Accelerator.prepare_data_loader
 
         def prepare_data_loader(accelerator: Any, loader: Any, *rest: Any, **options: Any) -> Any:
@@ -181,6 +190,7 @@ class ScriptObserver:
             rows=self._rows,
             passes=[*self._passes_of_training()],
             rates=self._rates,
+            prepared_schedule=self._prepared_schedule,
             logged=self._logged if rank() == 0 else [],
             tokens=self._special_tokens(),
             parameters={
@@ -208,13 +218,10 @@ class ScriptObserver:
             self._loaded[id(model)] = model.get_input_embeddings().num_embeddings
 
     def _pass_begins(self, loader: Any, batch: Any) -> None:
-        tokens, mask = (
-            batch.get(name) if hasattr(batch, "get") else None
-            for name in ("input_ids", "attention_mask")
-        )
+        inputs = batch if hasattr(batch, "get") else {}
+        tokens = inputs.get("input_ids")
         if _is_batch(tokens) and len(self._passes) < ROWS_OF_DATA:
-            mask = mask if _is_batch(mask) and mask.shape == tokens.shape else None
-            self._passes.append((loader, list(_hashes(tokens, mask))))
+            self._passes.append((loader, list(_hashes(tokens, _mask_of(inputs, tokens)))))
 
     def _passes_of_training(self) -> Iterator[list[int]]:
         """Yield the first rows of each pass over the loader that gave the first micro-batch."""
@@ -232,8 +239,7 @@ class ScriptObserver:
         if self._few.is_done or not torch.is_grad_enabled() or not _is_batch(tokens):
             return
         self._evaluating += not module.training
-        mask, labels = inputs.get("attention_mask"), inputs.get("labels")
-        mask = mask if _is_batch(mask) and mask.shape == tokens.shape else None
+        mask, labels = _mask_of(inputs, tokens), inputs.get("labels")
         if len(self._rows) < MOST_FORWARDS:
             self._rows.append(list(_hashes(tokens, mask)))
         if len(self._batches) < MICRO_BATCHES:
@@ -355,6 +361,11 @@ def _watch_loading(owner: Any, found: Callable[[Any], object]) -> Undo:
 
 def _is_batch(value: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
+
+
+def _mask_of(inputs: Any, tokens: torch.Tensor) -> torch.Tensor | None:
+    mask = inputs.get("attention_mask")
+    return mask if _is_batch(mask) and mask.shape == tokens.shape else None
 
 
 def _hashes(tokens: torch.Tensor, mask: torch.Tensor | None) -> Iterator[int]:

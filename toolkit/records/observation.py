@@ -92,6 +92,9 @@ class Observation(TypedDict):
     rates: list[float]
     """Highest learning rate of each step."""
 
+    prepared_schedule: bool
+    """Whether a scheduler stepped that Accelerate had prepared."""
+
     logged: list[dict[str, Any]]
     """What a Trainer logged, rank 0 alone."""
 
