@@ -87,6 +87,11 @@ CASES = (
     Script("loop_own_steps", "chat", has_output=False, wrong_under=("zero2", "zero3")),
     Script("streaming", "text", is_unseen=True),
     Script("packing", "chat", is_unseen=True),
+    # Written when the checks had been mended by those above, and certified once.
+    Script("chat_adapters", "chat", is_unseen=True),
+    Script("gpt2_loop", "text", is_unseen=True),
+    Script("own_loss", "prompts", is_unseen=True),
+    Script("counted_loop", "chat", is_unseen=True),
 )
 
 
