@@ -111,12 +111,11 @@ def test_a_certificate_is_its_page(here, capsys):
     script = str(SCRIPTS / "faulty_loop.py")
     done = toolkit.certify(script, ["sound"], strategy="ddp", output="proof")
     assert done.sound
-    assert done.certificate["answer"] != "broken"
     assert done._repr_markdown_() == (here / "proof" / "certificate.md").read_text() == str(done)
     assert "Nothing is broken: of 30 checks" in capsys.readouterr().out
     (here / "own.py").write_text(FAILS)
     failed = toolkit.certify("own.py", strategy="ddp", output="none")
-    assert (failed.sound, failed.certificate) == (False, None)
+    assert not failed.sound
     assert "could not be judged. Its log: none/ranks" in str(failed)
     with pytest.raises(UsageError, match="by --strategy or by --config"):
         toolkit.certify(script)

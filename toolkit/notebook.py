@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from toolkit import environment
-from toolkit.certifying.certificate import PAGE, Certificate, read_certificate
+from toolkit.certifying.certificate import PAGE
 from toolkit.certifying.certify import MANY, new_folder
 from toolkit.certifying.certify import certify as certify_script
 from toolkit.certifying.options import CertifyOptions
@@ -360,18 +360,16 @@ class Certified:
 
     folder: Path
     sound: bool
-    """Whether nothing is broken."""
-
-    certificate: Certificate | None
-    """As in `certificate.json`; None where the script could not be run to its end."""
+    """Whether nothing is broken; false too where the script could not be run to its end."""
 
     def __repr__(self) -> str:
         return self._repr_markdown_()
 
     def _repr_markdown_(self) -> str:
-        if self.certificate is None:
+        page = self.folder / f"{PAGE}.md"
+        if not page.is_file():
             return f"The script could not be judged. Its log: {short_path(self.folder / MANY)}"
-        return (self.folder / f"{PAGE}.md").read_text(encoding="utf-8")
+        return page.read_text(encoding="utf-8")
 
 
 def certify(script: str | PathLike[str], args: Sequence[str] = (), **options: Any) -> Certified:
@@ -396,7 +394,7 @@ def certify(script: str | PathLike[str], args: Sequence[str] = (), **options: An
         )
     finally:
         output.show()
-    return Certified(folder=folder, sound=code == 0, certificate=read_certificate(folder))
+    return Certified(folder=folder, sound=code == 0)
 
 
 def report(folder: str | PathLike[str], *, show_speed: bool = False) -> Compared:

@@ -61,7 +61,7 @@ STOP, END_OF_LINE = 7, 8
 
 def row(*tokens, learned=0, **changes):
     return Row(
-        **{"rank": 0, "step": 1, "number": 0, "padding_trained": 0, "is_longest": True} | changes,
+        **{"rank": 0, "step": 1, "number": 0, "padding_trained": 0} | changes,
         tokens=list(tokens),
         labels=[-100] * learned + list(tokens)[learned:],
         attended=[1] * len(tokens),
@@ -72,7 +72,7 @@ def row(*tokens, learned=0, **changes):
 @pytest.fixture
 def subject(tmp_path):
     """A subject whose tokenizer has one stop token, and no rows."""
-    tokens = {"stops": [STOP], "turn_end": [], "pad": 0, "eos": STOP, "bos": None, "texts": {}}
+    tokens = {"stops": [STOP], "pad": 0, "eos": STOP, "bos": None, "texts": {}}
     seen = {"tokens": tokens, "batches": [], "leak": None}
     return Subject(many=[seen], folder=tmp_path, notes=[])
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 from toolkit.certifying.subject import ANSWERS, Answer, Check, Finding, Subject, worst_first
 from toolkit.files import write_text
-from toolkit.records.json_files import read_as, write_json
+from toolkit.records.json_files import write_json
 from toolkit.redaction import redact
 from toolkit.tables.grid import Section
 from toolkit.tables.markdown import document, escaped, fenced
@@ -183,12 +183,6 @@ def write(certificate: Certificate, folder: Path) -> list[Path]:
         write_text(folder / name, text)
     write_json(folder / f"{PAGE}.json", {**certificate})
     return [folder / name for name in (*files, f"{PAGE}.json")]
-
-
-def read_certificate(folder: Path) -> Certificate | None:
-    """Read what `write` has written; None where nothing was."""
-    path = folder / f"{PAGE}.json"
-    return read_as(path, Certificate) if path.is_file() else None
 
 
 def print_certificate(certificate: Certificate, *, console: Console) -> None:

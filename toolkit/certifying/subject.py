@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -43,9 +44,6 @@ class Row:
 
     padding_trained: int
     """Tokens of the padding that have a label."""
-
-    is_longest: bool
-    """Whether no row of its micro-batch is longer."""
 
     @property
     def place(self) -> str:
@@ -95,9 +93,7 @@ class Subject:
 
     @property
     def stops(self) -> set[int]:
-        """Tokens that end an answer, or a turn of one; empty where none is known."""
-        tokens = self.tokens
-        return {*tokens["stops"], *tokens["turn_end"][-1:]} if tokens["stops"] else set()
+        return {*self.tokens["stops"]}
 
     @property
     def batches(self) -> Iterator[tuple[int, Batch]]:
@@ -123,7 +119,6 @@ def _rows(rank: int, batch: Batch) -> Iterator[Row]:
     if labels is None or not has_labels:
         labels = [[IGNORED] * len(row) for row in batch["tokens"]]
     masks = batch["mask"] or [[1] * len(row) for row in batch["tokens"]]
-    lengths = [sum(mask) for mask in masks]
     for number, (tokens, of_row, mask) in enumerate(
         zip(batch["tokens"], labels, masks, strict=True)
     ):
@@ -139,7 +134,6 @@ def _rows(rank: int, batch: Batch) -> Iterator[Row]:
             attended=mask[begin:end],
             has_labels=has_labels,
             padding_trained=sum(label != IGNORED for label in outside),
-            is_longest=lengths[number] == max(lengths),
         )
 
 
@@ -191,6 +185,9 @@ def of_rows(
         return judge(subject, rows)
 
     return judged
+
+
+of_any_rows = partial(of_rows, labelled=False)
 
 
 def of_step(judge: Callable[[Subject, Evidence], Finding]) -> Callable[[Subject], Finding]:

@@ -171,22 +171,18 @@ def in_vocabulary(subject: Subject) -> Finding:
 def new_tokens(subject: Subject) -> Finding:
     """Find rows that were added to the table of tokens, and that nothing trains."""
     tokens = subject.tokens
-    loaded, rows = tokens["loaded_vocabulary"], tokens["vocabulary"]
+    before, rows = tokens["vocabulary_before"], tokens["vocabulary"]
     if not rows:
         return not_judged("the model has no table of tokens")
-    if tokens["table_trained"] and (loaded is None or rows <= loaded):
-        return holds("the table is trained as a whole")
-    if loaded is None:
-        return not_judged("the table is frozen, and where it was loaded was not seen")
-    if rows <= loaded:
+    if rows <= before:
         return holds("the table has no new rows")
     if not tokens["table_trained"]:
         return broken(
-            f"{rows - loaded:,} new rows of the table of tokens are random and frozen",
+            f"{rows - before:,} new rows of the table of tokens are random and frozen",
             "Train the table: for adapters, name embed_tokens and lm_head in modules_to_save, or "
             "pass trainable_token_indices",
         )
-    return holds(f"{rows - loaded:,} new rows of the table are trained")
+    return holds(f"{rows - before:,} new rows of the table are trained")
 
 
 def packed_rows(subject: Subject) -> Finding:

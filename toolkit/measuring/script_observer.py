@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from itertools import islice
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from toolkit.engines.backend import backend_of
-from toolkit.engines.hooks import Undo, replace_method
+from toolkit.engines.hooks import replace_method
 from toolkit.engines.optimizers import optimizer_of
 from toolkit.engines.tensors import elements_of, held_part, named_parameters
 from toolkit.engines.wrapped import world_size
@@ -74,7 +74,7 @@ class ScriptObserver:
         self._rates: list[float] = []
         self._logged: list[dict[str, Any]] = []
         self._tokenizers: list[Any] = []
-        self._loaded: dict[int, int] = {}
+        self._unresized: dict[int, int] = {}
         self._model: Any = None
         self._sums: dict[str, int] = {}
         self._evaluating = 0
@@ -89,7 +89,7 @@ class ScriptObserver:
         self._leak: float | None = None
 
     def start(self) -> None:
-        """Watch what the script loads; before it begins.
+        """Watch what the script makes; before it begins.
 
         Ranks that are forked share numpy's random state, which would hide a shuffle without a seed.
         Of torch, rank 0 and one process get the same numbers: new weights of a script that sets no
@@ -102,7 +102,14 @@ class ScriptObserver:
         from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
         self._few.pass_begins = self._pass_begins
-        self._hooks.callback(_watch_loading(PreTrainedModel, self._model_loaded))
+        resize = PreTrainedModel.resize_token_embeddings
+
+        def resized(model: Any, *arguments: Any, **options: Any) -> Any:
+            before = model.get_input_embeddings().num_embeddings
+            self._unresized.setdefault(id(model), before)
+            return resize(model, *arguments, **options)
+
+        self._hooks.callback(replace_method(PreTrainedModel, "resize_token_embeddings", resized))
         make = PreTrainedTokenizerBase.__init__
 
         def made(tokenizer: Any, *arguments: Any, **options: Any) -> None:
@@ -213,10 +220,6 @@ class ScriptObserver:
 
     # In the steps
 
-    def _model_loaded(self, model: Any) -> None:
-        with suppress(AttributeError, NotImplementedError):
-            self._loaded[id(model)] = model.get_input_embeddings().num_embeddings
-
     def _pass_begins(self, loader: Any, batch: Any) -> None:
         inputs = batch if hasattr(batch, "get") else {}
         tokens = inputs.get("input_ids")
@@ -307,16 +310,15 @@ class ScriptObserver:
             table = inner.get_input_embeddings()
             rows = table.num_embeddings
             table_trained = any(parameter.requires_grad for parameter in table.parameters())
-        loaded = (self._loaded[id(m)] for m in inner.modules() if id(m) in self._loaded)
+        before = (self._unresized[id(m)] for m in inner.modules() if id(m) in self._unresized)
         shown = {token for batch in self._batches for row in batch["tokens"] for token in row}
         return Tokens(
             bos=bos,
             eos=eos,
             pad=pad,
-            stops=sorted(stops),
-            turn_end=_turn_end(tokenizer, stops),
+            stops=sorted({*stops, *_turn_end(tokenizer, stops)}),
             vocabulary=rows,
-            loaded_vocabulary=next(loaded, None),
+            vocabulary_before=next(before, rows),
             table_trained=table_trained,
             texts={str(token): tokenizer.decode([token]) for token in sorted(shown) if tokenizer},
         )
@@ -335,7 +337,7 @@ def _has_own_step(kind: type[Any], Trainer: type[Any]) -> bool:
 
 
 def _turn_end(tokenizer: Any, stops: set[int]) -> list[int]:
-    """Return the ids that the template writes behind an answer, up to the first stop token."""
+    """Return the id that the template ends an answer with: a stop token, or the first behind it."""
     if not getattr(tokenizer, "chat_template", None):
         return []
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
@@ -343,20 +345,8 @@ def _turn_end(tokenizer: Any, stops: set[int]) -> list[int]:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
         behind = text.rpartition(ANSWER)[2].strip()
         ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
-        first = next((at for at, token in enumerate(ids) if token in stops), None)
-        return ids[:1] if first is None else ids[: first + 1]
+        return [token for token in ids if token in stops][:1] or ids[:1]
     return []
-
-
-def _watch_loading(owner: Any, found: Callable[[Any], object]) -> Undo:
-    original = owner.from_pretrained.__func__
-
-    def from_pretrained(cls: Any, *arguments: Any, **options: Any) -> Any:
-        loaded = original(cls, *arguments, **options)
-        found(loaded[0] if isinstance(loaded, tuple) else loaded)
-        return loaded
-
-    return replace_method(owner, "from_pretrained", classmethod(from_pretrained))
 
 
 def _is_batch(value: Any) -> TypeGuard[torch.Tensor]:
