@@ -73,16 +73,24 @@ def same_step(subject: Subject) -> Finding:
         return not_judged(
             "loss and gradients are equal; from there on the limits of the norm differ"
         )
-    weights = [token_weight(batch, readers=1) for batch in _batches(bisection.pair.second.evidence)]
+    batches = _batches(bisection.pair.second.evidence)
+    weights = [token_weight(batch, readers=1) for batch in batches]
     is_whole = size_of_loss(subject).answer == "holds"
     if first.link == "loss weighting" and is_whole and _are_alike(weights):
         return not_judged(
             "every token counts the same on the ranks, as in a script that counts those of a step; "
             "one process counts others"
         )
+    scale = compare_tensors(*bisection.pair.tensors(GRADIENTS_FILE)).scale
+    by_model = any(batch["by_model"] for batch in batches)
+    tokens = {sum(map(sum, batch["mask"] or ())) for _, batch in subject.batches}
+    if first.link == "gradients" and not by_model and not scale and len(tokens) > 1:
+        return not_judged(
+            "the loss is the script's own, of unequally many tokens: if it divides by those of all "
+            f"ranks, one process counts others; {first.words}"
+        )
     if subject.many[0]["own_step"] and first.link in ("loss weighting", "loss of the step"):
         # It need not divide by the micro-batches that one process has in place of ranks.
-        scale = compare_tensors(*bisection.pair.tensors(GRADIENTS_FILE)).scale
         if scale and math.isclose(scale * len(subject.many), 1.0, rel_tol=1e-3):
             return holds("the gradients are equal but for the micro-batches that are added up")
     return broken(
