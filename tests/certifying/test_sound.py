@@ -46,6 +46,13 @@ def test_a_sound_script_is_not_blamed(name, rows, made, certificate_of, tmp_path
     ), said
 
 
+def test_tokens_counted_on_all_ranks_are_not_held_against_one(made, certificate_of, tmp_path):
+    flags = ["--model", made / "model", "--data", made / "chat.jsonl", "--output_dir", tmp_path]
+    checks, _, said = certificate_of(SOUND / "counted_loop.py", *flags)
+    assert broken(checks) == set(), said
+    assert "one process counts others" in checks["first step"]["words"]
+
+
 def test_our_own_training_is_held_to_the_same_checks(certificate_of):
     checks, folder, said = certificate_of(
         "-m", "toolkit.train", "--max_steps", 4, strategy="fsdp", hide_rows=True

@@ -82,17 +82,18 @@ def same_step(subject: Subject) -> Finding:
             "one process counts others"
         )
     scale = compare_tensors(*bisection.pair.tensors(GRADIENTS_FILE)).scale
-    by_model = any(batch["by_model"] for batch in batches)
+    own_loss = not subject.many[0]["trainer"] and not any(one["by_model"] for one in batches)
     tokens = {sum(map(sum, batch["mask"] or ())) for _, batch in subject.batches}
-    if first.link == "gradients" and not by_model and not scale and len(tokens) > 1:
+    if first.link == "gradients" and own_loss and not scale and len(tokens) > 1:
         return not_judged(
             "the loss is the script's own, of unequally many tokens: if it divides by those of all "
             f"ranks, one process counts others; {first.words}"
         )
-    if subject.many[0]["own_step"] and first.link in ("loss weighting", "loss of the step"):
-        # It need not divide by the micro-batches that one process has in place of ranks.
-        if scale and math.isclose(scale * len(subject.many), 1.0, rel_tol=1e-3):
-            return holds("the gradients are equal but for the micro-batches that are added up")
+    # A step of its own need not divide by the micro-batches that one process has in place of ranks.
+    adds_up = bool(scale) and math.isclose(scale * len(subject.many), 1.0, rel_tol=1e-3)
+    weighting = first.link in ("loss weighting", "loss of the step")
+    if subject.many[0]["own_step"] and weighting and adds_up:
+        return holds("the gradients are equal but for the micro-batches that are added up")
     return broken(
         f"the first difference is in {first.link}: {first.words}",
         "Divide by the tokens or the micro-batches of all ranks once, and let Accelerator or the "
