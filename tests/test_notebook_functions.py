@@ -9,6 +9,7 @@ import psutil
 import pytest
 from jupyter_client.manager import KernelManager
 from nbformat.v4 import new_code_cell, new_notebook
+from places import SCRIPTS
 
 import toolkit
 from toolkit import environment
@@ -103,6 +104,21 @@ def test_a_comparison_and_its_report_are_the_same_page(here):
     assert "<svg" in done.figure("losses")._repr_html_()
     with pytest.raises(UsageError, match="nowhere"):
         toolkit.report("nowhere")
+
+
+@pytest.mark.usefixtures("as_launched")
+def test_a_certificate_is_its_page(here, capsys):
+    script = str(SCRIPTS / "faulty_loop.py")
+    done = toolkit.certify(script, ["sound"], strategy="ddp", output="proof")
+    assert done.sound
+    assert done._repr_markdown_() == (here / "proof" / "certificate.md").read_text() == str(done)
+    assert "Nothing is broken: of 30 checks" in capsys.readouterr().out
+    (here / "own.py").write_text(FAILS)
+    failed = toolkit.certify("own.py", strategy="ddp", output="none")
+    assert not failed.sound
+    assert "could not be judged. Its log: none/ranks" in str(failed)
+    with pytest.raises(UsageError, match="by --strategy or by --config"):
+        toolkit.certify(script)
 
 
 def test_nothing_of_torch_is_loaded():

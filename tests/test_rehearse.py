@@ -56,11 +56,13 @@ def test_a_large_model_trains_small_for_a_few_steps_and_is_saved(launch, tmp_pat
     ByT5Tokenizer().save_pretrained(large)
     losses = {}
     for name in ("zero3", "fsdp"):
-        small = ["-m", "toolkit.rehearse", "--shrink", "--steps", "3"]
+        asked = "--shrink" if name == "zero3" else "--shrink=auto"
+        small = ["-m", "toolkit.rehearse", asked, "--steps", "3"]
         flags = ["--model", large, "--output_dir", tmp_path / name, "--disable_tqdm", "True"]
         done = launch(name, *small, ROOT / "examples" / "trainer.py", *flags)
         assert done.stdout.count("--shrink: ") == 1
         assert "2 of 32 layers, hidden size 64 of 4096" in done.stdout
+        assert ("too many to train here as it is" in done.stdout) == (name == "fsdp")
         assert ENGAGED[name] in done.stdout
         state = json.loads((tmp_path / name / "trainer_state.json").read_text())
         losses[name] = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
@@ -78,6 +80,16 @@ def test_a_wrong_number_of_steps_is_refused(value, monkeypatch, capsys):
         rehearse.main()
     assert ended.value.code == 2
     assert "--steps takes a number of optimizer steps from 1 on, not" in capsys.readouterr().err
+
+
+def test_what_counts_steps_is_refused_without_them(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["rehearse", "--observe", "folder", "script.py"])
+    with pytest.raises(SystemExit) as ended:
+        rehearse.main()
+    assert ended.value.code == 2
+    assert (
+        "--observe and --for_ranks count optimizer steps: pass --steps" in capsys.readouterr().err
+    )
 
 
 @pytest.fixture(scope="module")

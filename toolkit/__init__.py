@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from toolkit.configs.files import write_configs as write_configs
     from toolkit.errors import GuardError as GuardError
     from toolkit.errors import UsageError as UsageError
+    from toolkit.notebook import certify as certify
     from toolkit.notebook import compare as compare
     from toolkit.notebook import launch as launch
     from toolkit.notebook import report as report
@@ -36,6 +37,7 @@ _HOMES = {
     "Strategy": "toolkit.strategies",
     "ToolkitTrainer": "toolkit.training.trainer",
     "UsageError": "toolkit.errors",
+    "certify": "toolkit.notebook",
     "compare": "toolkit.notebook",
     "launch": "toolkit.notebook",
     "plan": "toolkit.planning.plan",

@@ -339,8 +339,9 @@ def certify(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 3,
     shrink: Annotated[
-        bool, typer.Option("--shrink", help="Make a large model small: few layers, few widths.")
-    ] = False,
+        bool | None,
+        typer.Option(help="Make a large model small; left out: where it would not fit."),
+    ] = None,
     hide_rows: Annotated[
         bool, typer.Option("--no-rows", help="Keep texts of the rows out of the page.")
     ] = False,

@@ -23,6 +23,10 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from toolkit import environment
+from toolkit.certifying.certificate import PAGE
+from toolkit.certifying.certify import MANY, new_folder
+from toolkit.certifying.certify import certify as certify_script
+from toolkit.certifying.options import CertifyOptions
 from toolkit.comparing.report.figures import draw_all, draw_one
 from toolkit.comparing.report.figures.frame import Mark, ReportFigure
 from toolkit.comparing.report.names import for_readers, redact_results
@@ -348,6 +352,49 @@ def compare(
     if code == schedule.INTERRUPTED:
         raise KeyboardInterrupt
     return Compared(folder=folder, results=read_results(folder), show_speed=chosen.show_speed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Certified:
+    """A certificate; it shows itself in a notebook."""
+
+    folder: Path
+    sound: bool
+    """Whether nothing is broken; false too where the script could not be run to its end."""
+
+    def __repr__(self) -> str:
+        return self._repr_markdown_()
+
+    def _repr_markdown_(self) -> str:
+        page = self.folder / f"{PAGE}.md"
+        if not page.is_file():
+            return f"The script could not be judged. Its log: {short_path(self.folder / MANY)}"
+        return page.read_text(encoding="utf-8")
+
+
+def certify(script: str | PathLike[str], args: Sequence[str] = (), **options: Any) -> Certified:
+    """Run a script small and short, as ranks and as one process, and return its certificate.
+
+    Args:
+        script: A Python file of yours, or `toolkit.train`.
+        args: Arguments of the script.
+        options: Fields of `CertifyOptions`, `strategy` or `config` among them.
+
+    Raises:
+        UsageError: a mistake in the options; nothing was started.
+    """
+    words = ["-m", TRAIN] if str(script) == TRAIN else [str(script)]
+    folder = Path(options.pop("output", None) or new_folder())
+    output = CellOutput()
+    try:
+        code = certify_script(
+            [*words, *map(str, args)],
+            CertifyOptions(output=folder, **options),
+            console=_console(output),
+        )
+    finally:
+        output.show()
+    return Certified(folder=folder, sound=code == 0)
 
 
 def report(folder: str | PathLike[str], *, show_speed: bool = False) -> Compared:

@@ -43,7 +43,7 @@ from toolkit.errors import MachineLostError, UsageError, file_sentence, is_full_
 from toolkit.escaping import one_line
 from toolkit.launching.processes import start_of
 from toolkit.launching.python import check_package_folder
-from toolkit.launching.ranks import die_with_parent, leave, local_rank, quiet, rank, say
+from toolkit.launching.ranks import die_with_parent, leave, local_rank, quiet, rank, say, staying
 from toolkit.launching.status import STATUS_DIR, StatusFile, guard
 from toolkit.launching.watchdog import DEFAULT_SECONDS, HANG_FILE, seconds_of, watching
 from toolkit.redaction import redact, redact_output
@@ -53,14 +53,15 @@ if TYPE_CHECKING:
     from toolkit.measuring.few_steps import FewSteps
 
 USAGE = (
-    "Usage: accelerate launch --config_file FILE -m toolkit.rehearse [--shrink] [--steps N] "
+    "Usage: accelerate launch --config_file FILE -m toolkit.rehearse [--shrink[=auto]] [--steps N] "
     "[--hang_timeout SECONDS] SCRIPT.py [ARGS], or with -m MODULE [ARGS] in place of the script"
 )
 
 PURPOSE = (
     "Runs the script unchanged, with fewer GPUs than processes on the CPU, under the same config, "
     "and says at the end what engaged. --shrink: where the script loads a large causal LM, it gets "
-    "a small random model of the same architecture, and rows as long as RAM allows. --steps N: the "
+    "a small random model of the same architecture, and rows as long as RAM allows; =auto: only "
+    "where the large one would not fit. --steps N: the "
     "training ends after N optimizer steps, and the script goes on to its own end; nothing is "
     "pushed to a hub or a tracker. A run in which nothing progresses is ended after "
     "--hang_timeout seconds: on the CPU 600 where it is not passed, on GPUs never; 0: never."
@@ -109,11 +110,17 @@ def main() -> None:
                 hang_timeout = DEFAULT_SECONDS if rehearsal else 0.0
             with (
                 _watchdog(hang_timeout, status),
-                _made_small(options) as few,
+                _made_small(options, rehearsal=rehearsal) as few,
                 watch(rehearsal=rehearsal, few=few, observe=options.observe),
                 machines.watched(),
+                staying(),
             ):
-                run_script()
+                try:
+                    run_script()
+                except StopIteration:  # it reads by hand as many batches as its loader should give
+                    if few is None or not few.is_done:
+                        raise
+                    few.cut()
     except UsageError as error:
         code = print_reason(2, str(error))
     except Refused as error:
@@ -175,7 +182,9 @@ class _Options:
     """The flags in front of a script."""
 
     hang_timeout: float | None = None
-    shrink: bool = False
+    shrink: str = ""
+    """`asked`, or `auto`: only what would not fit; empty: nothing."""
+
     steps: int | None = None
     observe: Path | None = None
     """Folder for what is observed of the script."""
@@ -189,8 +198,8 @@ def _options(arguments: list[str]) -> tuple[_Options, list[str]]:
     options = _Options()
     while arguments:
         name, _, value = arguments[0].partition("=")
-        if arguments[0] == "--shrink":
-            options.shrink = True
+        if arguments[0] in ("--shrink", "--shrink=auto"):
+            options.shrink = value or "asked"
             arguments = arguments[1:]
             continue
         if name not in ("--hang_timeout", "--steps", "--observe", "--for_ranks"):
@@ -207,6 +216,8 @@ def _options(arguments: list[str]) -> tuple[_Options, list[str]]:
                 options.for_ranks = _counted(value, name, "ranks")
             case _:
                 options.observe = Path(value)
+    if options.steps is None and (options.observe is not None or options.for_ranks > 1):
+        raise UsageError("--observe and --for_ranks count optimizer steps: pass --steps N, too.")
     return options, arguments
 
 
@@ -217,19 +228,21 @@ def _counted(value: str, flag: str, things: str) -> int:
 
 
 @contextlib.contextmanager
-def _made_small(options: _Options) -> Iterator[FewSteps | None]:
+def _made_small(options: _Options, *, rehearsal: bool) -> Iterator[FewSteps | None]:
     """Let the script that runs within have small models and few steps, where it was asked."""
     if not options.shrink and options.steps is None:
         yield None
         return
     from toolkit.measuring.few_steps import FewSteps, few_steps
-    from toolkit.measuring.shrinking import shrinking
+    from toolkit.measuring.shrinking import most_parameters, shrinking
 
     few = FewSteps(options.steps)
     with contextlib.ExitStack() as stack:
         if options.shrink:
             folder = folder_of_launch() / f"small-models-{rank()}"
-            few.most_tokens = stack.enter_context(shrinking(folder)).most_tokens
+            ranks = max(options.for_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            most = most_parameters(ranks, rehearsal=rehearsal) if options.shrink == "auto" else None
+            few.most_tokens = stack.enter_context(shrinking(folder, only_above=most)).most_tokens
         stack.enter_context(few_steps(few))
         if options.for_ranks > 1:
             from toolkit.measuring.one_for_many import one_for_many

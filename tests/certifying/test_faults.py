@@ -1,12 +1,12 @@
 """Scripts with one fault each: a certificate names it by the check it belongs to, and no other."""
 
 import io
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from certificates import broken
 from places import ROOT, SCRIPTS
 from rich.console import Console
 
@@ -51,29 +51,6 @@ TRAINER = {
 }
 
 
-@pytest.fixture
-def certificate_of(as_launched, tmp_path_factory):
-    """Return the checks of a script, by their names, with its exit code."""
-
-    def made(*script, strategy="ddp", **options):
-        folder = tmp_path_factory.mktemp("certificate")
-        said = io.StringIO()
-        code = certify(
-            [str(SCRIPTS / script[0]), *map(str, script[1:])],
-            CertifyOptions(strategy=strategy, output=folder, **options),
-            console=Console(file=said, width=200),
-        )
-        page = json.loads((folder / "certificate.json").read_text("utf-8"))
-        assert code == (page["answer"] == "broken")
-        return {check["check"]: check for check in page["checks"]}, folder, said.getvalue()
-
-    return made
-
-
-def broken(checks):
-    return {name for name, check in checks.items() if check["answer"] == "broken"}
-
-
 @pytest.mark.parametrize("fault", LOOP)
 def test_a_fault_of_a_loop_is_named(fault, certificate_of):
     """Where the ranks' work differs from that of one process, this is named beside its cause."""
@@ -83,6 +60,13 @@ def test_a_fault_of_a_loop_is_named(fault, certificate_of):
     assert broken(checks) - chance == LOOP[fault], said
     weighted = fault == "other_loss_on_one_rank"
     assert (checks.get("weight of a token", {}).get("answer") == "note") == weighted, said
+
+
+@pytest.mark.parametrize(("kind", "answer"), [("one_order", "note"), ("two_epochs", "holds")])
+def test_passes_that_begin_with_the_same_rows_are_noted(kind, answer, certificate_of):
+    checks, _, said = certificate_of("faulty_loop.py", kind)
+    assert broken(checks) == set(), said
+    assert checks["new order"]["answer"] == answer, said
 
 
 def test_packed_texts_that_are_kept_apart_hold(certificate_of):
@@ -95,6 +79,18 @@ def test_packed_texts_that_are_kept_apart_hold(certificate_of):
 def test_a_fault_of_a_trainer_is_named(fault, certificate_of, tmp_path):
     checks, _, said = certificate_of("faulty_trainer.py", fault, tmp_path)
     assert broken(checks) == TRAINER[fault], said
+
+
+@pytest.mark.parametrize("sound", [[], ["--sound"]])
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [("counts_tokens", {"label shift", "stop token"}), ("adapters", {"same data"})],
+)
+def test_the_fault_of_an_official_example_is_named(kind, names, sound, certificate_of, tmp_path):
+    checks, _, said = certificate_of("faulty_examples.py", kind, "--output_dir", tmp_path, *sound)
+    # Which rows two orders have in common is chance.
+    chance = {"each row once"} if kind == "adapters" and not sound else set()
+    assert broken(checks) - chance == (set() if sound else names), said
 
 
 @pytest.mark.parametrize(
@@ -173,7 +169,7 @@ def test_a_sound_loop_is_not_blamed(strategy, certificate_of):
     assert ("times one of the largest" in weight["words"]) == bool(flags)
     page = (folder / "certificate.html").read_text("utf-8")
     assert "<mark>It is " in page
-    assert "Nothing is broken: of 29 checks" in page
+    assert "Nothing is broken: of 30 checks" in page
     assert [*folder.rglob("*.safetensors"), *folder.rglob("observed-*")] == []
     assert "⟦It is " in (folder / "certificate.md").read_text("utf-8")
 

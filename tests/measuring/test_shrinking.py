@@ -16,8 +16,9 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from toolkit import environment
 from toolkit.errors import UsageError
-from toolkit.measuring.shrinking import LARGEST, shrinking, small_sizes
+from toolkit.measuring.shrinking import LARGEST, most_parameters, shrinking, small_sizes
 
 KNOWN = json.loads((ROOT / "toolkit/planning/models/wellknown.json").read_text("utf-8"))["models"]
 LARGE = {model["config"]["model_type"]: model["config"] for model in reversed(KNOWN)}
@@ -92,6 +93,26 @@ def test_the_same_weights_every_time_whatever_the_script_has_drawn(large, tmp_pa
     one, other = (model.state_dict() for model in drawn)
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert not (tmp_path / "small").exists()
+
+
+def test_nobody_asked_and_only_what_does_not_fit_becomes_small(large, tmp_path, capsys):
+    folder = large(num_hidden_layers=4, hidden_size=1024, vocab_size=32000)
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+    assert parameters > LARGEST
+    with shrinking(tmp_path / "small", only_above=parameters):
+        assert AutoModelForCausalLM.from_config(config).num_parameters() == parameters
+    assert capsys.readouterr().out == ""
+    with shrinking(tmp_path / "small", only_above=parameters - 1):
+        assert AutoModelForCausalLM.from_config(config).num_parameters() < LARGEST
+    assert "too many to train here as it is; trained is a random model" in capsys.readouterr().out
+
+
+def test_each_rank_of_a_rehearsal_holds_a_whole_model(monkeypatch):
+    monkeypatch.setattr(environment, "memory_bytes", lambda: 64 * 2**30)
+    assert most_parameters(2, rehearsal=True) == 2**30
+    assert most_parameters(4, rehearsal=True) == 2**29
 
 
 def test_it_is_loaded_as_the_script_asks(large, tmp_path):

@@ -86,6 +86,15 @@ loader = DataLoader(
     [row(number) for number in numbers], batch_size=2, shuffle=fault != "split_by_hand"
 )
 
+if fault == "one_order":
+
+    class Stream(torch.utils.data.IterableDataset):
+        """Rows in an order that is drawn anew in each pass, from the same seed."""
+
+        def __iter__(self):
+            yield from map(row, random.Random(0).sample(numbers, len(numbers)))
+
+    loader = DataLoader(Stream(), batch_size=2)
 if fault == "new_tokens_frozen":
     weights = model.state_dict()
     model = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=weights).train()
@@ -112,7 +121,8 @@ if fault == "schedule_for_each_process":
 if fault == "evaluation_mode":
     model.eval()
 
-for batch in loader:
+epochs = 2 if fault in ("one_order", "two_epochs") else 1
+for batch in (batch for _ in range(epochs) for batch in loader):
     with accelerator.accumulate(model):
         called = accelerator.unwrap_model(model) if fault == "called_past_its_wrapper" else model
         alone = accelerator.no_sync(model) if fault == "not_reduced" else nullcontext()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
-from toolkit.certifying.subject import Finding, Subject, broken, holds, not_judged, note
+from toolkit.certifying.subject import Finding, Subject, broken, holds, not_judged, note, of_step
 from toolkit.comparing.bisect.distances import compare_tensors
-from toolkit.records.evidence import GRADIENTS_FILE, MicroBatch
-
-NO_STEP: Final = "no micro-batch of an optimizer step was seen"
+from toolkit.comparing.bisect.rows import averages_batches, step_loss_of, token_weight
+from toolkit.records.evidence import GRADIENTS_FILE, Evidence, MicroBatch
 
 SCALED: Final = 1.2
 """Factor up to which the loss of a step may lie outside of its micro-batches' means."""
@@ -23,26 +23,23 @@ NOTED: Final = 1e-3
 """Relative difference of the two means from which it is worth a note."""
 
 
-def size_of_loss(subject: Subject) -> Finding:
+@of_step
+def size_of_loss(subject: Subject, evidence: Evidence) -> Finding:
     """Find a step that takes the gradient of a multiple of its mean loss."""
-    evidence = subject.evidence
-    if evidence is None:
-        return not_judged(NO_STEP)
-    batches = [batch for of_rank in evidence["ranks"] for batch in of_rank]
-    applied = [batch["applied"] for batch in batches]
-    means = [_mean(batch) for batch in batches]
-    if not all(batch["by_model"] for batch in batches) or None in applied or None in means:
+    batches = _batches(evidence)
+    taken = step_loss_of(evidence)
+    means = [mean for batch in batches if (mean := _mean(batch)) is not None]
+    if taken is None or len(means) < len(batches) or not all(one["by_model"] for one in batches):
         return not_judged("the script computes its loss by itself")
-    taken = sum((a or 0.0) * b["loss"] for a, b in zip(applied, batches, strict=True))
-    taken /= len(evidence["ranks"])
-    low, high = min(m or 0.0 for m in means), max(m or 0.0 for m in means)
+    low, high = min(means), max(means)
     if not low / SCALED <= taken <= high * SCALED:
-        times = taken / (sum(m or 0.0 for m in means) / len(means))
+        times = taken / (sum(means) / len(means))
         return broken(
             f"backward takes a loss of {taken:.4g} in a step whose micro-batches have mean losses "
             f"of {low:.4g} to {high:.4g}: gradients are {times:.3g} times their size",
             "Divide each micro-batch's loss by their number, or pass num_items_in_batch on to "
-            "super().compute_loss",
+            "super().compute_loss; a loop counts its micro-batches by Accelerator.accumulate, as "
+            "DeepSpeed steps with each backward outside of it",
         )
     return holds(f"backward takes {taken:.4g}, micro-batches have {low:.4g} to {high:.4g}")
 
@@ -76,11 +73,27 @@ def same_step(subject: Subject) -> Finding:
         return not_judged(
             "loss and gradients are equal; from there on the limits of the norm differ"
         )
-    if subject.many[0]["own_step"] and first.link in ("loss weighting", "loss of the step"):
-        # It need not divide by the micro-batches that one process has in place of ranks.
-        scale = compare_tensors(*bisection.pair.tensors(GRADIENTS_FILE)).scale
-        if scale and math.isclose(scale * len(subject.many), 1.0, rel_tol=1e-3):
-            return holds("the gradients are equal but for the micro-batches that are added up")
+    batches = _batches(bisection.pair.second.evidence)
+    weights = [token_weight(batch, readers=1) for batch in batches]
+    is_whole = size_of_loss(subject).answer == "holds"
+    if first.link == "loss weighting" and is_whole and _are_alike(weights):
+        return not_judged(
+            "every token counts the same on the ranks, as in a script that counts those of a step; "
+            "one process counts others"
+        )
+    scale = compare_tensors(*bisection.pair.tensors(GRADIENTS_FILE)).scale
+    own_loss = not subject.many[0]["trainer"] and not any(one["by_model"] for one in batches)
+    tokens = {sum(map(sum, batch["mask"] or ())) for _, batch in subject.batches}
+    if first.link == "gradients" and own_loss and not scale and len(tokens) > 1:
+        return not_judged(
+            "the loss is the script's own, of unequally many tokens: if it divides by those of all "
+            f"ranks, one process counts others; {first.words}"
+        )
+    # A step of its own need not divide by the micro-batches that one process has in place of ranks.
+    adds_up = bool(scale) and math.isclose(scale * len(subject.many), 1.0, rel_tol=1e-3)
+    weighting = first.link in ("loss weighting", "loss of the step")
+    if subject.many[0]["own_step"] and weighting and adds_up:
+        return holds("the gradients are equal but for the micro-batches that are added up")
     return broken(
         f"the first difference is in {first.link}: {first.words}",
         "Divide by the tokens or the micro-batches of all ranks once, and let Accelerator or the "
@@ -88,16 +101,19 @@ def same_step(subject: Subject) -> Finding:
     )
 
 
-def _are_alike(values: list[float]) -> bool:
-    return max(values) - min(values) <= NOTED * max(map(abs, values))
+def _batches(evidence: Evidence) -> list[MicroBatch]:
+    return [batch for of_rank in evidence["ranks"] for batch in of_rank]
 
 
-def mean_of_means(subject: Subject) -> Finding:
+def _are_alike(values: Sequence[float | None]) -> bool:
+    known = [value for value in values if value is not None]
+    return len(known) == len(values) and max(known) - min(known) <= NOTED * max(map(abs, known))
+
+
+@of_step
+def mean_of_means(subject: Subject, evidence: Evidence) -> Finding:
     """Say how far a mean of the micro-batches' means is from the mean over all tokens."""
-    evidence = subject.evidence
-    if evidence is None:
-        return not_judged(NO_STEP)
-    batches = [batch for of_rank in evidence["ranks"] for batch in of_rank]
+    batches = _batches(evidence)
     rows = [row for batch in batches for row in batch["rows"]]
     if not rows or any(row["loss"] is None for row in rows):
         return not_judged("the model gave no logits, or no labels (B, T)")
@@ -108,18 +124,14 @@ def mean_of_means(subject: Subject) -> Finding:
     by_tokens = sum(sums) / sum(counts)
     by_batches = sum(total / count for total, count in zip(sums, counts, strict=True)) / len(sums)
     gap = abs(by_batches / by_tokens - 1) if by_tokens else 0.0
-    weights = [
-        batch["applied"] * batch["loss"] / (total or 1.0)
-        for batch, total in zip(batches, sums, strict=True)
-        if batch["applied"] is not None and batch["by_model"]
-    ]
+    weights = [weight for batch in batches if (weight := token_weight(batch, readers=1))]
     if len(weights) < len(batches):
         return not_judged("what backward began with was not seen, or is a loss of the script's own")
     if _are_alike(weights):
         return holds(
             f"every token counts the same, in micro-batches of {min(counts)} to {max(counts)}"
         )
-    if not _are_alike([weight * count for weight, count in zip(weights, counts, strict=True)]):
+    if not averages_batches(evidence):
         return note(
             f"a token weighs {min(weights):.3g} to {max(weights):.3g}, which does not follow from "
             "the tokens of its micro-batch",

@@ -41,7 +41,9 @@ class Certificate(TypedDict):
     num_processes: int
     rehearsal: bool
     steps: int
-    shrunk: bool
+    shrunk: str
+    """What was made small, in words; empty where the script's own model was trained."""
+
     answer: Answer
     """The worst of the checks."""
 
@@ -97,7 +99,7 @@ def verdict(certificate: Certificate) -> str:
 def sections(certificate: Certificate) -> list[Section]:
     """Return a table for each group of checks, and the first rows."""
     groups = dict.fromkeys(check["group"] for check in certificate["checks"])
-    made = [
+    return [
         Section(
             header=("check", "verdict", "found"),
             rows=[
@@ -118,7 +120,6 @@ def sections(certificate: Certificate) -> list[Section]:
         )
         for group in groups
     ]
-    return made
 
 
 def rows_as_text(certificate: Certificate) -> Section:
@@ -158,6 +159,7 @@ def write(certificate: Certificate, folder: Path) -> list[Path]:
     name = others[0] if first == "-m" and others else Path(first).name
     title = f"{name} under {certificate['config']}"
     said = escaped(verdict(certificate))
+    shrunk = escaped(certificate["shrunk"])
     parts = sections(certificate)
     kind = "Certificate · rehearsal on the CPU" if certificate["rehearsal"] else "Certificate"
     versions = ", ".join(
@@ -167,13 +169,15 @@ def write(certificate: Certificate, folder: Path) -> list[Path]:
         title,
         kind=kind,
         tab=title,
-        head={"verdict": said},
+        head={"verdict": said, "shrunk": shrunk},
         parts=[parts[0], rows_as_html(certificate), *parts[1:]],
         foot=f"Made from certificate.json. {escaped(versions)}",
     )
     files = {
         f"{PAGE}.html": page,
-        f"{PAGE}.md": document([f"# {escaped(title)}", said], [*parts, rows_as_text(certificate)]),
+        f"{PAGE}.md": document(
+            [f"# {escaped(title)}", said, shrunk], [*parts, rows_as_text(certificate)]
+        ),
     }
     for name, text in files.items():
         write_text(folder / name, text)
@@ -189,4 +193,5 @@ def print_certificate(certificate: Certificate, *, console: Console) -> None:
         print_line(f"{check['answer']}: {check['check']}: {check['words']}", console=console)
         if check["advice"]:
             print_line(f"  {check['advice']}.", console=console)
-    print_line(verdict(certificate), console=console)
+    for line in filter(None, (certificate["shrunk"], verdict(certificate))):
+        print_line(line, console=console)

@@ -66,6 +66,11 @@ def certify(script: Sequence[str], options: CertifyOptions, *, console: Console)
         return certifying.run()
 
 
+def new_folder() -> Path:
+    """Return the folder of a certificate for which none was named."""
+    return Path("runs") / time.strftime("%Y%m%d-%H%M%S-certificate")
+
+
 class _Certifying:
     """One call of the verb."""
 
@@ -89,8 +94,7 @@ class _Certifying:
         _refuse_overwriting(self.script)
         refuse_errors([self.config], os.environ, num_processes=options.num_processes)
         self.read = _read(self.script, self.config, options.num_processes)
-        folder = options.output or Path("runs") / time.strftime("%Y%m%d-%H%M%S-certificate")
-        self.folder = folder.absolute()
+        self.folder = (options.output or new_folder()).absolute()
         check_takes_files(self.folder, flag="--output")
         if self.folder.exists() and any(self.folder.iterdir()):
             raise UsageError(f"{short_path(self.folder)} is not empty. Choose another --output.")
@@ -136,9 +140,13 @@ class _Certifying:
     ) -> Outcome:
         options = self.options
         own = ["--steps", str(options.steps), "--observe", str(self.folder / name), *flags]
-        own += ["--shrink"] if options.shrink else []
+        if options.shrink is not False:
+            own.append("--shrink" if options.shrink else "--shrink=auto")
+        script = self.script
+        if script[:2] == ["-m", "toolkit.train"]:  # it refuses the folder of another run
+            script = [*script, "--output_dir", str(self.folder / name / "saved")]
         command = launch_command(
-            config, ["-m", "toolkit.rehearse", *own, *self.script], num_processes=processes
+            config, ["-m", "toolkit.rehearse", *own, *script], num_processes=processes
         )
         lines: list[str] = []
         print_line(f"{name}: {' '.join(redacted_words(self.script))}", console=self.console)
@@ -190,7 +198,7 @@ class _Certifying:
             num_processes=len(many),
             rehearsal=self.rehearsal,
             steps=many[0]["steps"] if many else 0,
-            shrunk=self.options.shrink,
+            shrunk=next((line for line in self.notes if line.startswith("--shrink: ")), ""),
             answer=min([finding.answer for _, finding in found], key=worst_first),
             checks=checks,
             rows=[] if self.options.hide_rows else pieces(subject),

@@ -12,7 +12,7 @@ from toolkit.certifying import (
     trained_parameters,
     trained_tokens,
 )
-from toolkit.certifying.subject import Check, of_rows
+from toolkit.certifying.subject import Check, of_any_rows, of_rows
 
 READ: Final = "Before it runs"
 TOKENS: Final = "What is trained"
@@ -27,11 +27,13 @@ CHECKS: Final = (
     Check(name="rules", group=READ, judge=rules.read),
     Check(name="tokens to learn", group=TOKENS, judge=of_rows(trained_tokens.some_tokens)),
     Check(name="stop token", group=TOKENS, judge=of_rows(trained_tokens.stop_token)),
-    Check(name="token of beginning", group=TOKENS, judge=of_rows(trained_tokens.bos_once)),
+    Check(name="token of beginning", group=TOKENS, judge=of_any_rows(trained_tokens.bos_once)),
     Check(name="padding", group=TOKENS, judge=of_rows(trained_tokens.padding)),
-    Check(name="attention mask", group=TOKENS, judge=of_rows(trained_tokens.attention)),
+    Check(
+        name="attention mask", group=TOKENS, judge=of_rows(trained_tokens.attention, labelled=False)
+    ),
     Check(name="label shift", group=TOKENS, judge=of_rows(trained_tokens.shifted)),
-    Check(name="cut rows", group=TOKENS, judge=of_rows(trained_tokens.cut_rows)),
+    Check(name="cut rows", group=TOKENS, judge=of_rows(trained_tokens.cut_rows, labelled=False)),
     Check(name="new tokens", group=TOKENS, judge=trained_tokens.new_tokens),
     Check(name="packed rows", group=TOKENS, judge=trained_tokens.packed_rows),
     Check(name="vocabulary", group=TOKENS, judge=trained_tokens.in_vocabulary),
@@ -47,6 +49,7 @@ CHECKS: Final = (
     Check(name="same data", group=ROWS, judge=read_rows.same_data),
     Check(name="same draws", group=ROWS, judge=read_rows.same_draws),
     Check(name="each row once", group=ROWS, judge=read_rows.each_once),
+    Check(name="new order", group=ROWS, judge=read_rows.new_order),
     Check(name="first step", group=ONE, judge=against_one.same_step),
     Check(name="size of the loss", group=ONE, judge=against_one.size_of_loss),
     Check(name="weight of a token", group=ONE, judge=against_one.mean_of_means),

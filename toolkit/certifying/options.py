@@ -18,7 +18,9 @@ class CertifyOptions:
     """Ranks; those of the config if left out."""
 
     steps: int = 3
-    shrink: bool = False
+    shrink: bool | None = None
+    """Whether a large model is made small; None: where it would not fit."""
+
     hide_rows: bool = False
     output: Path | None = None
     timeout: float = 600.0

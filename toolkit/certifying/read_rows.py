@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from toolkit.certifying.subject import Finding, Subject, broken, holds, not_judged
+from toolkit.certifying.subject import Finding, Subject, broken, holds, not_judged, note
 
 ONE_RANK = "there is one rank"
 
@@ -51,6 +51,20 @@ def same_draws(subject: Subject) -> Finding:
             "Leave the shuffling to a loader that Accelerator.prepare has seen, or seed it alike",
         )
     return holds(f"{common} batches are drawn alike on all ranks")
+
+
+def new_order(subject: Subject) -> Finding:
+    """Find passes over the data that begin alike."""
+    passes = subject.many[0]["passes"]
+    if len(passes) < 2:
+        return not_judged("a second pass over rows that are shuffled was not seen")
+    if any(rows == passes[0] for rows in passes[1:]):
+        return note(
+            f"{len(passes)} passes over the data were begun, and more than one with the same rows",
+            "Call set_epoch on the loader or the data set in each epoch: a stream that was "
+            "shuffled once has the same order in each",
+        )
+    return holds(f"{len(passes)} passes over the data begin with other rows each")
 
 
 def each_once(subject: Subject) -> Finding:

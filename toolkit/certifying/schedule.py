@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from toolkit.certifying.subject import Finding, Subject, broken, holds, not_judged, note
+from toolkit.certifying.subject import Finding, Subject, broken, holds, not_judged, note, of_step
+from toolkit.comparing.bisect.rows import step_loss_of
+from toolkit.records.evidence import Evidence
 
 SCHEDULER = "one for each process"
 """Words of a note of the run on a scheduler that goes too fast."""
@@ -20,53 +23,71 @@ def rates(subject: Subject) -> Finding:
         return not_judged(subject.no_bisection or "there is no run of one process")
     theirs = subject.one[0]["rates"]
     shown = ", ".join(f"{rate:.4g}" for rate in ours)
-    for step, (own, other) in enumerate(zip(ours, theirs, strict=False), 1):
-        if not math.isclose(own, other, rel_tol=0.05, abs_tol=1e-12):
-            return broken(
-                f"in step {step} the rate is {own:.6g}, and {other:.6g} in one process",
-                "Count the steps of the schedule from the prepared loader, in optimizer steps",
-            )
+    # A prepared scheduler goes on once for each process, and a script may stretch its length by
+    # their number, which is 1 in the other run.
+    stretched = ours[:: len(subject.many)] if subject.many[0]["prepared_schedule"] else []
+    if len(stretched) > 1 and _first_apart(stretched, theirs) is None:
+        theirs = ours
+    step = _first_apart(ours, theirs)
+    if step is not None:
+        own, other = ours[step - 1], theirs[step - 1]
+        return broken(
+            f"in step {step} the rate is {own:.6g}, and {other:.6g} in one process",
+            "Count the steps of the schedule from the prepared loader, in optimizer steps",
+        )
     if ahead:
         return note(ahead[0], "See that its length is counted in the steps of all processes")
     return holds(f"{shown} in steps 1 to {len(ours)}, as in one process")
 
 
-def logged_loss(subject: Subject) -> Finding:
+def _first_apart(ours: Sequence[float], theirs: Sequence[float]) -> int | None:
+    """Return the first step, from 1, with another rate; None where there is none."""
+    for step, pair in enumerate(zip(ours, theirs, strict=False), 1):
+        if not math.isclose(*pair, rel_tol=0.05, abs_tol=1e-12):
+            return step
+    return None
+
+
+@of_step
+def logged_loss(subject: Subject, evidence: Evidence) -> Finding:
     """Hold the loss that a Trainer logs against the mean over the tokens of all ranks."""
-    evidence = subject.evidence
-    if evidence is None:
-        return not_judged("no optimizer step was seen")
     logged = [log for log in subject.many[0]["logged"] if "loss" in log]
     first = next((log for log in logged if log["step"] == evidence["step"]), None)
     if first is None:
         return not_judged("nothing that a Trainer logs of this step was seen")
     rows = [row for of_rank in evidence["ranks"] for batch in of_rank for row in batch["rows"]]
-    if not rows or any(row["loss"] is None for row in rows):
-        return not_judged("the model gave no logits, or no labels (B, T)")
     tokens = sum(row["supervised"] for row in rows)
     mean = sum(row["loss"] or 0.0 for row in rows) / max(1, tokens)
+    meant = f"the mean over the {tokens:,} tokens of all ranks"
+    if not rows or any(row["loss"] is None for row in rows):  # a loss of the script's own
+        found = step_loss_of(evidence)
+        if found is None:
+            return not_judged("the model gave no logits, or no labels (B, T)")
+        mean, meant = found, "what backward began with, as the mean over all ranks,"
     if not math.isclose(first["loss"], mean, rel_tol=1e-2, abs_tol=1e-4):
         return broken(
-            f"step {evidence['step']} is logged with a loss of {first['loss']:.4f}, the mean over "
-            f"its {tokens:,} tokens on all ranks is {mean:.4f}",
+            f"step {evidence['step']} is logged with a loss of {first['loss']:.4f}; {meant} is "
+            f"{mean:.4f}",
             "Look how compute_loss divides, and what is averaged over the ranks",
         )
-    return holds(f"{first['loss']:.4f} is logged, the mean over {tokens:,} tokens is {mean:.4f}")
+    return holds(f"{first['loss']:.4f} is logged; {meant} is {mean:.4f}")
 
 
-def clipping(subject: Subject) -> Finding:
+@of_step
+def clipping(subject: Subject, evidence: Evidence) -> Finding:
     """Find a norm that clips and is not that of the gradients."""
-    evidence = subject.evidence
-    if evidence is None:
-        return not_judged("no optimizer step was seen")
     found, norm = evidence["clipping"], evidence["gradient_norm"]
     if found["limit"] is None:
         return not_judged("the script does not clip")
     alone = None if subject.bisection is None else subject.bisection.pair.reference.evidence
+    if alone is not None and not alone["clipping"]["limit"] and found["limit"]:
+        return note(
+            f"DeepSpeed clips at {found['limit']:g}, and the script does not",
+            "See that gradient_clipping in DeepSpeed's file is meant: auto is 1.0 in a loop",
+        )
     if alone is not None and alone["clipping"]["limit"] != found["limit"]:
         return broken(
-            f"the config clips at {found['limit']:g}, the script at "
-            f"{alone['clipping']['limit'] or 0.0:g}",
+            f"the config clips at {found['limit']:g}, the script at {alone['clipping']['limit']:g}",
             "Write the script's number into the config: gradient_clipping in DeepSpeed's file",
         )
     if found["norm"] is None or not norm:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -38,11 +39,11 @@ class Row:
     attended: list[int]
     """1 for each token that is attended to; padding at the two ends is left out."""
 
+    has_labels: bool
+    """Whether the script passed labels of the tokens' shape; else none is trained."""
+
     padding_trained: int
     """Tokens of the padding that have a label."""
-
-    is_longest: bool
-    """Whether no row of its micro-batch is longer."""
 
     @property
     def place(self) -> str:
@@ -91,6 +92,10 @@ class Subject:
         return self.many[0]["tokens"]
 
     @property
+    def stops(self) -> set[int]:
+        return {*self.tokens["stops"]}
+
+    @property
     def batches(self) -> Iterator[tuple[int, Batch]]:
         """The first micro-batches, each with its rank."""
         for seen in self.many:
@@ -100,15 +105,20 @@ class Subject:
     @property
     def rows(self) -> list[Row]:
         """The rows of those micro-batches that came with labels."""
+        return [row for row in self.all_rows if row.has_labels]
+
+    @property
+    def all_rows(self) -> list[Row]:
+        """The rows of those micro-batches."""
         return [row for rank, batch in self.batches for row in _rows(rank, batch)]
 
 
 def _rows(rank: int, batch: Batch) -> Iterator[Row]:
     labels = batch["labels"]
-    if labels is None or [*map(len, labels)] != [*map(len, batch["tokens"])]:
-        return
+    has_labels = labels is not None and [*map(len, labels)] == [*map(len, batch["tokens"])]
+    if labels is None or not has_labels:
+        labels = [[IGNORED] * len(row) for row in batch["tokens"]]
     masks = batch["mask"] or [[1] * len(row) for row in batch["tokens"]]
-    lengths = [sum(mask) for mask in masks]
     for number, (tokens, of_row, mask) in enumerate(
         zip(batch["tokens"], labels, masks, strict=True)
     ):
@@ -122,8 +132,8 @@ def _rows(rank: int, batch: Batch) -> Iterator[Row]:
             tokens=tokens[begin:end],
             labels=of_row[begin:end],
             attended=mask[begin:end],
+            has_labels=has_labels,
             padding_trained=sum(label != IGNORED for label in outside),
-            is_longest=lengths[number] == max(lengths),
         )
 
 
@@ -162,14 +172,31 @@ class Check(ParityCheck[Callable[[Subject], Finding]]):
     group: str
 
 
-def of_rows(judge: Callable[[Subject, list[Row]], Finding]) -> Callable[[Subject], Finding]:
-    """Let a judge of labelled rows say by itself where there are none."""
+def of_rows(
+    judge: Callable[[Subject, list[Row]], Finding], *, labelled: bool = True
+) -> Callable[[Subject], Finding]:
+    """Let a judge of rows, or of `labelled` ones, say by itself where there are none."""
 
     def judged(subject: Subject) -> Finding:
-        rows = subject.rows
+        rows = subject.rows if labelled else subject.all_rows
         if not rows:
-            return not_judged("the model's forward was given no labels (B, T) in training")
+            read = "labels" if labelled else "tokens"
+            return not_judged(f"the model's forward was given no {read} (B, T) in training")
         return judge(subject, rows)
+
+    return judged
+
+
+of_any_rows = partial(of_rows, labelled=False)
+
+
+def of_step(judge: Callable[[Subject, Evidence], Finding]) -> Callable[[Subject], Finding]:
+    """Let a judge of the first step say by itself where none was seen."""
+
+    def judged(subject: Subject) -> Finding:
+        if subject.evidence is None:
+            return not_judged("no micro-batch of an optimizer step was seen")
+        return judge(subject, subject.evidence)
 
     return judged
 

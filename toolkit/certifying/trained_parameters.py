@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from toolkit.certifying.subject import Finding, Subject, broken, holds, not_judged, note
+from toolkit.certifying.subject import Finding, Subject, broken, holds, not_judged, note, of_step
 from toolkit.comparing.weights import read_tensors
-from toolkit.records.evidence import GRADIENTS_FILE
+from toolkit.records.evidence import GRADIENTS_FILE, Evidence
 
 HEAVY = 0.99
 
 ENGAGED = "what engaged is not what was asked"
-
-NO_STEP = "no optimizer step was seen"
 
 
 def is_prepared(subject: Subject) -> Finding:
@@ -47,7 +45,7 @@ def trained_move(subject: Subject) -> Finding:
             if parameter["trained"] and parameter["moved"] is not None and parameter["elements"]:
                 moved.setdefault(name, []).append(parameter["moved"])
     if not moved or not subject.many[0]["steps"]:
-        return not_judged(NO_STEP)
+        return not_judged("no optimizer step was seen")
     if not any(rate for seen in subject.many for rate in seen["rates"]):
         return not_judged("the learning rate was 0 in every step")
     still = [name for name, of_ranks in moved.items() if not any(of_ranks)]
@@ -78,11 +76,10 @@ def frozen_stay(subject: Subject) -> Finding:
     return holds(f"{len(frozen)} frozen parameters stayed" if frozen else "nothing is frozen")
 
 
-def optimizer_has_all(subject: Subject) -> Finding:
+@of_step
+def optimizer_has_all(subject: Subject, evidence: Evidence) -> Finding:
     """Find trained parameters that the optimizer lacks, or has twice."""
-    if subject.evidence is None:
-        return not_judged(NO_STEP)
-    groups = subject.evidence["optimizer"]["groups"]
+    groups = evidence["optimizer"]["groups"]
     given = Counter(name for group in groups for name in group["parameters"] if name != "?")
     trained = [
         name
@@ -109,15 +106,13 @@ def optimizer_has_all(subject: Subject) -> Finding:
 def none_empty(subject: Subject) -> Finding:
     """Find trained parameters without an element."""
     parameters = subject.many[0]["parameters"]
-    # ZeRO-3 and pipelines leave empty tensors where another rank has the numbers.
+    # Stages of a pipeline leave empty tensors where another rank has the numbers.
     empty = [
         name
         for name, parameter in parameters.items()
         if parameter["trained"]
         and not any(seen["parameters"].get(name, parameter)["elements"] for seen in subject.many)
     ]
-    if empty and subject.evidence is not None and subject.evidence["strategy"].startswith("zero3"):
-        return not_judged("ZeRO-3 holds parameters in parts, and shows empty ones")
     if empty:
         return broken(
             f"{len(empty)} trained parameters are empty, the first is {empty[0]}",
@@ -157,9 +152,10 @@ def training_mode(subject: Subject) -> Finding:
     return holds(f"{forwards} forwards in training mode")
 
 
-def spread_norm(subject: Subject) -> Finding:
+@of_step
+def spread_norm(subject: Subject, evidence: Evidence) -> Finding:
     """Find one parameter that owns the norm of all gradients."""
-    if subject.evidence is None or not subject.evidence["gradient_norm"]:
+    if not evidence["gradient_norm"]:
         return not_judged("no gradient was seen")
     squares = {
         name: sum(float((piece**2).sum()) for piece in tensor.pieces())

@@ -44,11 +44,10 @@ def some_tokens(subject: Subject, rows: list[Row]) -> Finding:
 def stop_token(subject: Subject, rows: list[Row]) -> Finding:
     """Find answers whose stop token is not trained, so that the model never learns to stop."""
     tokens = subject.tokens
-    if not tokens["stops"]:
+    if not subject.stops:
         return not_judged("no tokenizer with a stop token was seen")
-    stops = {*tokens["stops"], *tokens["turn_end"][-1:]}
-    ends = [(row, *end) for row in rows for end in _ends_of_spans(row)]
-    known = [(row, at, is_trained) for row, at, is_trained in ends if row.tokens[at] in stops]
+    ends = [(row, *end) for row in rows for end in _ends_of_spans(row, subject.stops)]
+    known = [end for end in ends if end[0].tokens[end[1]] in subject.stops]
     untrained = [row.place for row, _, is_trained in known if not is_trained]
     if untrained:
         why = ""
@@ -70,16 +69,18 @@ def stop_token(subject: Subject, rows: list[Row]) -> Finding:
     )
 
 
-def _ends_of_spans(row: Row) -> Iterator[tuple[int, bool]]:
+def _ends_of_spans(row: Row, stops: set[int]) -> Iterator[tuple[int, bool]]:
     """Yield the place of each answer's last token or the stop behind it, and if it is trained.
 
-    An answer is a span of trained tokens.
+    An answer is a span of trained tokens. A template may write a line break behind its stop.
     """
     trained = row.trained
     for at, is_trained in enumerate(trained):
         if not is_trained or (at + 1 < len(trained) and trained[at + 1]):
             continue
-        if at + 1 < len(trained):
+        if trained[at - 1] and row.tokens[at] not in stops and row.tokens[at - 1] in stops:
+            yield at - 1, True
+        elif at + 1 < len(trained):
             following = row.tokens[at + 1]
             last = row.tokens[at]
             yield (at, True) if following == last else (at + 1, False)
@@ -90,8 +91,10 @@ def _ends_of_spans(row: Row) -> Iterator[tuple[int, bool]]:
 def bos_once(subject: Subject, rows: list[Row]) -> Finding:
     """Find rows that begin with two tokens of beginning."""
     tokens = subject.tokens
+    if not tokens["texts"]:
+        return not_judged("no tokenizer was seen")
     if tokens["bos"] is None:
-        return not_judged("no tokenizer with a token of beginning was seen")
+        return holds("the tokenizer has no token of beginning")
     double = [row.place for row in rows if row.tokens[:2] == [tokens["bos"]] * 2]
     if double:
         return broken(
@@ -168,24 +171,27 @@ def in_vocabulary(subject: Subject) -> Finding:
 def new_tokens(subject: Subject) -> Finding:
     """Find rows that were added to the table of tokens, and that nothing trains."""
     tokens = subject.tokens
-    loaded, rows = tokens["loaded_vocabulary"], tokens["vocabulary"]
-    if loaded is None or not rows:
-        return not_judged("no model with a table of tokens was loaded")
-    if rows <= loaded:
+    before, rows = tokens["vocabulary_before"], tokens["vocabulary"]
+    if not rows:
+        return not_judged("the model has no table of tokens")
+    if rows <= before:
         return holds("the table has no new rows")
     if not tokens["table_trained"]:
         return broken(
-            f"{rows - loaded:,} new rows of the table of tokens are random and frozen",
+            f"{rows - before:,} new rows of the table of tokens are random and frozen",
             "Train the table: for adapters, name embed_tokens and lm_head in modules_to_save, or "
             "pass trainable_token_indices",
         )
-    return holds(f"{rows - loaded:,} new rows of the table are trained")
+    return holds(f"{rows - before:,} new rows of the table are trained")
 
 
 def packed_rows(subject: Subject) -> Finding:
     """Find texts of a packed row that read the text in front of them."""
     leaks = [seen["leak"] for seen in subject.many if seen["leak"] is not None]
     if not leaks:
+        rows, stops = subject.all_rows, subject.stops
+        if rows and stops and not any(stops.intersection(row.tokens[1:-2]) for row in rows):
+            return holds(f"no row of {len(rows)} has a second text behind a stop token")
         return not_judged("no row with positions that begin again was seen on every rank")
     if max(leaks) > LEAK:
         return broken(
@@ -197,17 +203,24 @@ def packed_rows(subject: Subject) -> Finding:
     return holds("a text stays as it is when its neighbour in the row is changed")
 
 
+def _are_blocks(rows: list[Row], stops: set[int]) -> bool:
+    """Whether texts were joined and cut into rows of one length, stop tokens within."""
+    longest = max(len(row.tokens) for row in rows)
+    shorter = sum(len(row.tokens) < longest for row in rows)  # the rest at the end
+    return shorter <= 1 and any(stops.intersection(row.tokens[1:-2]) for row in rows)
+
+
 def cut_rows(subject: Subject, rows: list[Row]) -> Finding:
     """Find rows that were cut at a length: the longest ones lack the stop that others have."""
-    tokens = subject.tokens
-    if not tokens["stops"]:
+    if not subject.stops:
         return not_judged("no tokenizer with a stop token was seen")
-    stops = {*tokens["stops"], *tokens["turn_end"][-1:]}
 
     def ended(row: Row) -> bool:
-        return any(token in stops for token in row.tokens[-2:])
+        return any(token in subject.stops for token in row.tokens[-2:])
 
     longest = max(len(row.tokens) for row in rows)
+    if _are_blocks(rows, subject.stops):
+        return holds("rows are blocks that texts fill one after the other")
     cut = [row for row in rows if len(row.tokens) == longest and not ended(row)]
     if len(cut) < 2 or not any(map(ended, rows)):
         return holds("no row ends at one length without the stop token that others have")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import logging
 import os
@@ -10,6 +11,7 @@ import signal
 import sys
 import threading
 import warnings
+from collections.abc import Generator
 from typing import NoReturn
 
 import psutil
@@ -83,6 +85,20 @@ def quiet() -> None:
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
+_stays = False
+
+
+@contextlib.contextmanager
+def staying() -> Generator[None]:
+    """Have `leave` come back as a `SystemExit`: a program of ours may run within another."""
+    global _stays
+    _stays = True
+    try:
+        yield
+    finally:
+        _stays = False
+
+
 def leave(code: int = 0) -> NoReturn:
     """End this process after its threads and exit handlers, and before the interpreter's own end.
 
@@ -90,6 +106,8 @@ def leave(code: int = 0) -> NoReturn:
     is gone: about one launch in 44 with torch 2.13 (pytorch/pytorch#190489, open). Only for a rank
     that is done: a failed rank may wait here for its neighbours.
     """
+    if _stays:
+        raise SystemExit(code)
     # As `multiprocessing` ends its own children, with the same two calls.
     threading._shutdown()  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
     atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]

@@ -201,6 +201,8 @@ class EvidenceKeeper:
             if self.is_open and self._without_loss is not None:
                 self._step.read.append(_Read(*self._without_loss, loss, by_model=False))
             self._without_loss = None
+            if self.is_open and self._step.read:
+                self._step.read[-1].goes_back_from(loss)
             original(loss, *args, **kwargs)
 
         self._hooks.callback(replace_method(self._accelerator, "backward", backward))
@@ -392,6 +394,7 @@ class _Read:
         self._loss = loss.detach().clone()
         self._by_model = by_model
         self._applied: torch.Tensor | None = None
+        self._began: list[torch.Tensor] = []
         items = inputs.get("num_items_in_batch")
         self._items = None if items is None else int(items)
         self._inputs, self._logits = inputs, getattr(output, "logits", None)
@@ -413,15 +416,24 @@ class _Read:
         # None where a script goes back from another loss than the model's own.
         self._applied = None if gradient is None else gradient.detach()
 
+    def goes_back_from(self, loss: torch.Tensor) -> None:
+        """Take the loss that backward begins with: a trainer may leave the model's own aside."""
+        copy = loss.detach().clone()
+        if loss.requires_grad:
+            loss.register_hook(lambda gradient: self._began.extend((copy, gradient.detach())))
+
     def described(self, sample_ids: list[int] | None, *, scale: float) -> MicroBatch:
         if sample_ids is not None and len(sample_ids) == len(self._rows):
             for row, sample_id in zip(self._rows, sample_ids, strict=True):
                 row["sample_id"] = sample_id
+        loss, applied, by_model = self._loss, self._applied, self._by_model
+        if applied is None and self._began:
+            (loss, applied), by_model = self._began[:2], False
         return MicroBatch(
             rows=self._rows,
-            loss=float(self._loss),
-            by_model=self._by_model,
-            applied=None if self._applied is None else float(self._applied) / scale,
+            loss=float(loss),
+            by_model=by_model,
+            applied=None if applied is None else float(applied) / scale,
             items=self._items,
         )
 

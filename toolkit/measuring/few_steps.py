@@ -45,6 +45,7 @@ class FewSteps:
     Attributes:
         taken: Steps so far.
         most_tokens: Returns the most tokens of a micro-batch, rows times columns; None: any number.
+        pass_begins: Called with a loader and the first batch of each pass over it.
         hooks: What undoes the changes to libraries.
     """
 
@@ -52,6 +53,7 @@ class FewSteps:
         self.steps = steps
         self.taken = 0
         self.most_tokens: Callable[[], int | None] = lambda: None
+        self.pass_begins: Callable[[Any, Any], object] = lambda loader, batch: None
         self.hooks = ExitStack()
         self._said: set[str] = set()
         self._idle = 0
@@ -87,8 +89,13 @@ class FewSteps:
         """
         self._idle += 1
         if self.was_cut:
-            self.say(f"the script goes on after {self.taken} steps, and was cut")
+            self.cut()
             raise SystemExit(0)
+
+    def cut(self) -> None:
+        """Say that the script was ended before its own end."""
+        self._idle = IDLE + 1
+        self.say(f"the script goes on after {self.taken} steps, and was cut")
 
     def say(self, text: str) -> None:
         """Say once what is done to the script."""
@@ -110,7 +117,7 @@ def few_steps(few: FewSteps) -> Iterator[None]:
         load = DataLoader.__iter__
 
         def passes(self: Any) -> Any:
-            return _Pass(load(self), few)
+            return _Pass(self, load(self), few)
 
         few.hooks.callback(replace_method(DataLoader, "__iter__", passes))
         yield
@@ -130,8 +137,8 @@ def _without_gradients(few: FewSteps) -> Any:
 class _Pass:
     """One pass over a loader, which ends early."""
 
-    def __init__(self, batches: Any, few: FewSteps) -> None:
-        self._batches, self._few = batches, few
+    def __init__(self, loader: Any, batches: Any, few: FewSteps) -> None:
+        self._loader, self._batches, self._few = loader, batches, few
         self._given = 0
         if few.is_done:
             few.went_on()
@@ -149,6 +156,8 @@ class _Pass:
         if self._given >= enough:
             raise StopIteration
         batch = next(self._batches)
+        if not self._given:
+            few.pass_begins(self._loader, batch)
         self._given += 1
         return _cut(batch, few)
 

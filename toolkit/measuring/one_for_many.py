@@ -8,7 +8,7 @@ What a script counts or divides by itself stays as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -40,6 +40,7 @@ class _Loop:
 def one_for_many(ranks: int) -> Iterator[None]:
     """Let the script that runs within train in one process as `ranks` ranks would."""
     from accelerate import Accelerator
+    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
     from torch.optim.lr_scheduler import LRScheduler
@@ -55,7 +56,6 @@ def one_for_many(ranks: int) -> Iterator[None]:
     )
     step, zero_grad = AcceleratedOptimizer.step, AcceleratedOptimizer.zero_grad
     advance, turn = AcceleratedScheduler.step, LRScheduler.step
-    prepare = Accelerator.prepare_data_loader
 
     def post_init(self: Any) -> None:
         if not loop.trains_by_trainer:
@@ -104,13 +104,8 @@ def one_for_many(ranks: int) -> Iterator[None]:
         if loop.trains_by_trainer or not loop.pending:
             turn(self, *arguments, **options)
 
-    def prepare_data_loader(self: Any, *arguments: Any, **options: Any) -> Any:
-        made = prepare(self, *arguments, **options)
-        # Accelerate makes a class for each loader.
-        if not loop.trains_by_trainer and hasattr(type(made), "__len__"):
-            whole = type(made).__len__
-            setattr(type(made), "__len__", lambda self: math.ceil(whole(self) / ranks))  # noqa: B010
-        return made
+    def shorter(length: Callable[[Any], int]) -> Callable[[Any], int]:
+        return lambda self: math.ceil(length(self) / (1 if loop.trains_by_trainer else ranks))
 
     replacements: list[tuple[Any, str, Any]] = [
         (TrainingArguments, "__post_init__", post_init),
@@ -122,7 +117,10 @@ def one_for_many(ranks: int) -> Iterator[None]:
         (AcceleratedOptimizer, "zero_grad", zero),
         (AcceleratedScheduler, "step", advancing),
         (LRScheduler, "step", turning),
-        (Accelerator, "prepare_data_loader", prepare_data_loader),
+        *(
+            (kind, "__len__", shorter(kind.__len__))
+            for kind in (DataLoaderShard, DataLoaderDispatcher)
+        ),
     ]
     with ExitStack() as hooks:
         for owner, name, replacement in replacements:

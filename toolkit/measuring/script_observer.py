@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from itertools import islice
 from pathlib import Path
@@ -16,12 +16,12 @@ from typing import Any, Final, TypeGuard
 
 import numpy as np
 import torch
-from torch.utils.data import RandomSampler
+from torch.utils.data import RandomSampler, SequentialSampler
 
 from toolkit.engines.backend import backend_of
-from toolkit.engines.hooks import Undo, replace_method
+from toolkit.engines.hooks import replace_method
 from toolkit.engines.optimizers import optimizer_of
-from toolkit.engines.tensors import held_part, named_parameters
+from toolkit.engines.tensors import elements_of, held_part, named_parameters
 from toolkit.engines.wrapped import world_size
 from toolkit.engines.wrappers import innermost
 from toolkit.launching.ranks import rank
@@ -70,10 +70,11 @@ class ScriptObserver:
         self._hooks = ExitStack()
         self._batches: list[Batch] = []
         self._rows: list[list[int]] = []
+        self._passes: list[tuple[Any, list[int]]] = []
         self._rates: list[float] = []
         self._logged: list[dict[str, Any]] = []
         self._tokenizers: list[Any] = []
-        self._loaded: dict[int, int] = {}
+        self._unresized: dict[int, int] = {}
         self._model: Any = None
         self._sums: dict[str, int] = {}
         self._evaluating = 0
@@ -83,19 +84,32 @@ class ScriptObserver:
         self._data: list[int] | None = None
         self._trainer: str | None = None
         self._own_step = False
+        self._prepared_schedule = False
         self._packed: dict[str, Any] | None = None
         self._leak: float | None = None
 
     def start(self) -> None:
-        """Watch what the script loads; before it begins.
+        """Watch what the script makes; before it begins.
 
         Ranks that are forked share numpy's random state, which would hide a shuffle without a seed.
+        Of torch, rank 0 and one process get the same numbers: new weights of a script that sets no
+        seed would differ.
         """
         np.random.seed()
+        torch.manual_seed(ORDER + rank())
         from accelerate import Accelerator
+        from accelerate.scheduler import AcceleratedScheduler
         from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-        self._hooks.callback(_watch_loading(PreTrainedModel, self._model_loaded))
+        self._few.pass_begins = self._pass_begins
+        resize = PreTrainedModel.resize_token_embeddings
+
+        def resized(model: Any, *arguments: Any, **options: Any) -> Any:
+            before = model.get_input_embeddings().num_embeddings
+            self._unresized.setdefault(id(model), before)
+            return resize(model, *arguments, **options)
+
+        self._hooks.callback(replace_method(PreTrainedModel, "resize_token_embeddings", resized))
         make = PreTrainedTokenizerBase.__init__
 
         def made(tokenizer: Any, *arguments: Any, **options: Any) -> None:
@@ -103,6 +117,13 @@ class ScriptObserver:
             self._tokenizers.append(tokenizer)
 
         self._hooks.callback(replace_method(PreTrainedTokenizerBase, "__init__", made))
+        advance = AcceleratedScheduler.step
+
+        def advancing(scheduler: Any, *arguments: Any, **options: Any) -> None:
+            self._prepared_schedule = True
+            advance(scheduler, *arguments, **options)
+
+        self._hooks.callback(replace_method(AcceleratedScheduler, "step", advancing))
         prepare = Accelerator.prepare_data_loader
 
         def prepare_data_loader(accelerator: Any, loader: Any, *rest: Any, **options: Any) -> Any:
@@ -174,12 +195,14 @@ class ScriptObserver:
             model=type(innermost(self._model)).__name__,
             batches=self._batches,
             rows=self._rows,
+            passes=[*self._passes_of_training()],
             rates=self._rates,
+            prepared_schedule=self._prepared_schedule,
             logged=self._logged if rank() == 0 else [],
             tokens=self._special_tokens(),
             parameters={
                 name: Parameter(
-                    elements=parameter.numel(),
+                    elements=elements_of(parameter),
                     trained=parameter.requires_grad,
                     moved=now[name] != self._sums[name]
                     if name in self._sums & now.keys()
@@ -197,9 +220,20 @@ class ScriptObserver:
 
     # In the steps
 
-    def _model_loaded(self, model: Any) -> None:
-        with suppress(AttributeError, NotImplementedError):
-            self._loaded[id(model)] = model.get_input_embeddings().num_embeddings
+    def _pass_begins(self, loader: Any, batch: Any) -> None:
+        inputs = batch if hasattr(batch, "get") else {}
+        tokens = inputs.get("input_ids")
+        if _is_batch(tokens) and len(self._passes) < ROWS_OF_DATA:
+            self._passes.append((loader, list(_hashes(tokens, _mask_of(inputs, tokens)))))
+
+    def _passes_of_training(self) -> Iterator[list[int]]:
+        """Yield the first rows of each pass over the loader that gave the first micro-batch."""
+        first = next((loader for loader, rows in self._passes if [rows] == self._rows[:1]), None)
+        sampler = getattr(first, "batch_sampler", None)
+        while sampler is not None and not isinstance(sampler, SequentialSampler | RandomSampler):
+            sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+        if not isinstance(sampler, SequentialSampler):
+            yield from (rows for loader, rows in self._passes if loader is first)
 
     def _before_forward(self, module: Any, arguments: Any, inputs: dict[str, Any]) -> None:
         tokens = inputs.get("input_ids")
@@ -208,8 +242,7 @@ class ScriptObserver:
         if self._few.is_done or not torch.is_grad_enabled() or not _is_batch(tokens):
             return
         self._evaluating += not module.training
-        mask, labels = inputs.get("attention_mask"), inputs.get("labels")
-        mask = mask if _is_batch(mask) and mask.shape == tokens.shape else None
+        mask, labels = _mask_of(inputs, tokens), inputs.get("labels")
         if len(self._rows) < MOST_FORWARDS:
             self._rows.append(list(_hashes(tokens, mask)))
         if len(self._batches) < MICRO_BATCHES:
@@ -277,16 +310,15 @@ class ScriptObserver:
             table = inner.get_input_embeddings()
             rows = table.num_embeddings
             table_trained = any(parameter.requires_grad for parameter in table.parameters())
-        loaded = (self._loaded[id(m)] for m in inner.modules() if id(m) in self._loaded)
+        before = (self._unresized[id(m)] for m in inner.modules() if id(m) in self._unresized)
         shown = {token for batch in self._batches for row in batch["tokens"] for token in row}
         return Tokens(
             bos=bos,
             eos=eos,
             pad=pad,
-            stops=sorted(stops),
-            turn_end=_turn_end(tokenizer, stops),
+            stops=sorted({*stops, *_turn_end(tokenizer, stops)}),
             vocabulary=rows,
-            loaded_vocabulary=next(loaded, None),
+            vocabulary_before=next(before, rows),
             table_trained=table_trained,
             texts={str(token): tokenizer.decode([token]) for token in sorted(shown) if tokenizer},
         )
@@ -305,7 +337,7 @@ def _has_own_step(kind: type[Any], Trainer: type[Any]) -> bool:
 
 
 def _turn_end(tokenizer: Any, stops: set[int]) -> list[int]:
-    """Return the ids that the template writes behind an answer, up to the first stop token."""
+    """Return the id that the template ends an answer with: a stop token, or the first behind it."""
     if not getattr(tokenizer, "chat_template", None):
         return []
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
@@ -313,24 +345,17 @@ def _turn_end(tokenizer: Any, stops: set[int]) -> list[int]:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
         behind = text.rpartition(ANSWER)[2].strip()
         ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
-        first = next((at for at, token in enumerate(ids) if token in stops), None)
-        return ids[:1] if first is None else ids[: first + 1]
+        return [token for token in ids if token in stops][:1] or ids[:1]
     return []
-
-
-def _watch_loading(owner: Any, found: Callable[[Any], object]) -> Undo:
-    original = owner.from_pretrained.__func__
-
-    def from_pretrained(cls: Any, *arguments: Any, **options: Any) -> Any:
-        loaded = original(cls, *arguments, **options)
-        found(loaded[0] if isinstance(loaded, tuple) else loaded)
-        return loaded
-
-    return replace_method(owner, "from_pretrained", classmethod(from_pretrained))
 
 
 def _is_batch(value: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
+
+
+def _mask_of(inputs: Any, tokens: torch.Tensor) -> torch.Tensor | None:
+    mask = inputs.get("attention_mask")
+    return mask if _is_batch(mask) and mask.shape == tokens.shape else None
 
 
 def _hashes(tokens: torch.Tensor, mask: torch.Tensor | None) -> Iterator[int]:

@@ -28,6 +28,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from toolkit import environment
 from toolkit.engines.hooks import replace_method
 from toolkit.engines.loading import outside_of_engines
 from toolkit.errors import UsageError
@@ -38,6 +39,9 @@ LARGEST: Final = 40_000_000
 
 LARGEST_WIDE: Final = 160_000_000
 """The same where the widths had to be kept."""
+
+OF_A_PARAMETER: Final = 16
+"""Bytes of a trained parameter in fp32: itself, its gradient, and AdamW's two states."""
 
 FEW: Final = 2
 MOST: Final = 8
@@ -119,12 +123,25 @@ SEED: Final = 0
 STORED: Final = "quantization_config"
 
 
+def most_parameters(ranks: int, *, rehearsal: bool) -> int:
+    """Return the parameters of the largest model that is trained here as it is.
+
+    One process must hold it in fp32, with gradients and AdamW's states, and so must each rank of a
+    rehearsal. It is the same number in all ranks and runs of a machine.
+    """
+    if rehearsal or not torch.cuda.is_available():
+        return environment.memory_bytes() // (2 * OF_A_PARAMETER * ranks)
+    return torch.cuda.get_device_properties(0).total_memory // OF_A_PARAMETER
+
+
 @contextmanager
-def shrinking(folder: Path) -> Iterator[SmallModels]:
+def shrinking(folder: Path, *, only_above: int | None = None) -> Iterator[SmallModels]:
     """Give the script a small model wherever it loads or makes a causal LM that is large.
 
     Args:
         folder: Of this rank alone; the small models lie in it, and it is removed.
+        only_above: Parameters up to which a model stays as it is, where nobody asked for a small
+            one; None: those of the largest small model.
 
     Raises:
         UsageError: within, no small model can be made of one, or not as the script loads it.
@@ -147,7 +164,7 @@ def shrinking(folder: Path) -> Iterator[SmallModels]:
             torch.manual_seed(SEED)
             return make(cls, copy.deepcopy(config), dtype=torch.float32)
 
-    small_models = SmallModels(folder, empty)
+    small_models = SmallModels(folder, empty, only_above)
 
     def from_pretrained(cls: Any, name: Any, *arguments: Any, **options: Any) -> Any:
         path = None if inside else small_models.path_of(cls, name, options)
@@ -185,9 +202,11 @@ OF_THE_HUB: Final = (
 class SmallModels:
     """The small models of one rank, each in a folder that is made when it is needed."""
 
-    def __init__(self, folder: Path, make: Callable[[Any, Any], Any]) -> None:
+    def __init__(
+        self, folder: Path, make: Callable[[Any, Any], Any], only_above: int | None = None
+    ) -> None:
         """Take a folder for the models, and a function from a class and a config to a model."""
-        self._folder, self._make = folder, make
+        self._folder, self._make, self._only_above = folder, make, only_above
         self._paths: dict[str, str | None] = {}
         self._vocabulary = 0
 
@@ -210,6 +229,8 @@ class SmallModels:
             name: As in `cls.from_pretrained(name, **options)`.
         """
         if (options.get("adapter_kwargs") or {}).get("_adapter_model_path"):
+            if self._only_above is not None:
+                return None
             raise UsageError(
                 f"{name} is an adapter, whose weights fit its large model alone: name the model it "
                 "was made for, or leave out --shrink."
@@ -233,7 +254,7 @@ class SmallModels:
             return None
         make = partial(self._make, cls)
         number = _parameters(make, config)
-        if number <= LARGEST:
+        if number <= max(LARGEST, self._only_above or 0):
             return None
         if getattr(config, STORED, None) is not None:
             raise UsageError(
@@ -247,7 +268,8 @@ class SmallModels:
             layers, width = (_size(config, key) for key in ("num_hidden_layers", "hidden_size"))
             few, narrow = (_size(small, key) for key in ("num_hidden_layers", "hidden_size"))
             say(
-                f"--shrink: {name or config.model_type} has {number:,} parameters; trained is a "
+                f"--shrink: {name or config.model_type} has {number:,} parameters"
+                f"{', too many to train here as it is' if self._only_above else ''}; trained is a "
                 f"random model of its architecture with {_parameters(make, small):,}: {few} of "
                 f"{layers} layers, hidden size {narrow} of {width}"
             )

@@ -14,8 +14,6 @@ from toolkit.records.json_files import LostError, read_as
 MICRO_BATCHES: Final = 8
 """Micro-batches whose tokens are kept, the first of each rank."""
 
-TOKENIZER_FOLDER: Final = "tokenizer"
-
 
 class Batch(TypedDict):
     """What the model's forward was given in one micro-batch."""
@@ -38,17 +36,14 @@ class Tokens(TypedDict):
     eos: int | None
     pad: int | None
     stops: list[int]
-    """Ids that end an answer, those of the generation settings included."""
-
-    turn_end: list[int]
-    """Ids that the chat template writes behind the content of an assistant's turn, up to the first
-    stop token."""
+    """Ids that end an answer: also those of the generation settings, and what the chat template
+    writes behind an assistant's turn."""
 
     vocabulary: int
     """Rows of the model's table of tokens."""
 
-    loaded_vocabulary: int | None
-    """The same when the model was loaded, before it was resized."""
+    vocabulary_before: int
+    """The same before the script resized it."""
 
     table_trained: bool
     """Whether a parameter of that table is trained."""
@@ -85,8 +80,15 @@ class Observation(TypedDict):
     rows: list[list[int]]
     """A hash of each unpadded row by forward, of all forwards that trained."""
 
+    passes: list[list[int]]
+    """Hashes of the first rows of each pass over the loader that gave them; empty where none is
+    known, or where it reads the data set in its own order."""
+
     rates: list[float]
     """Highest learning rate of each step."""
+
+    prepared_schedule: bool
+    """Whether a scheduler stepped that Accelerate had prepared."""
 
     logged: list[dict[str, Any]]
     """What a Trainer logged, rank 0 alone."""

@@ -114,7 +114,7 @@ def loss_weighting(pair: RunPair) -> LinkGap | str:
             f"every token counts {ratio:.3g} times as much in {second} as in {reference}"
             f"{explain_factor(ratio, pair)}"
         )
-    elif _averages_batches(pair.second.evidence):
+    elif averages_batches(pair.second.evidence):
         words = (
             f"{second} averages its micro-batches by themselves, however many tokens each has: "
             f"a token counts {low:.3g} to {high:.3g} times as much as in {reference}"
@@ -129,7 +129,7 @@ def loss_weighting(pair: RunPair) -> LinkGap | str:
 
 def step_loss(pair: RunPair) -> LinkGap | str:
     """Return the relative difference in the loss whose gradient the step takes."""
-    ours, theirs = (_step_loss(run.evidence) for run in pair.runs)
+    ours, theirs = (step_loss_of(run.evidence) for run in pair.runs)
     if ours is None or theirs is None:
         return "what backward began with was not seen"
     words = (
@@ -169,7 +169,7 @@ def _rows_of(evidence: Evidence, *, by_id: bool) -> Rows:
     rows: Rows = defaultdict(list)
     for rank, batches in enumerate(evidence["ranks"]):
         for number, micro_batch in enumerate(batches, 1):
-            weight = _token_weight(micro_batch, readers=len(evidence["ranks"]))
+            weight = token_weight(micro_batch, readers=len(evidence["ranks"]))
             for row in micro_batch["rows"]:
                 sample_id = row["sample_id"]
                 # Twelve hex digits of the hash suffice to distinguish the rows of a step.
@@ -178,7 +178,7 @@ def _rows_of(evidence: Evidence, *, by_id: bool) -> Rows:
     return dict(rows)
 
 
-def _token_weight(micro_batch: MicroBatch, *, readers: int) -> float | None:
+def token_weight(micro_batch: MicroBatch, *, readers: int) -> float | None:
     """Return the weight of one token of a micro-batch in the gradient averaged over the readers.
 
     This is the loss passed to backward, divided by the summed loss of the tokens. It includes each
@@ -194,7 +194,7 @@ def _token_weight(micro_batch: MicroBatch, *, readers: int) -> float | None:
     return micro_batch["applied"] * micro_batch["loss"] / summed / readers
 
 
-def _step_loss(evidence: Evidence) -> float | None:
+def step_loss_of(evidence: Evidence) -> float | None:
     """Return the loss of a step, averaged over the readers; None where a part was not seen."""
     parts = [
         None if micro_batch["applied"] is None else micro_batch["applied"] * micro_batch["loss"]
@@ -244,10 +244,10 @@ def _read_repeatedly(keys: Sequence[Key], rows: Rows, *, name: str) -> str:
     return f"{_first_of(keys)} is read {times} in {name}, {where}"
 
 
-def _averages_batches(evidence: Evidence) -> bool:
+def averages_batches(evidence: Evidence) -> bool:
     """Whether a run gives each micro-batch the same weight, for any number of tokens."""
     weights = [
-        (_token_weight(micro_batch, readers=len(evidence["ranks"])) or 0.0) * tokens
+        (token_weight(micro_batch, readers=len(evidence["ranks"])) or 0.0) * tokens
         for batches in evidence["ranks"]
         for micro_batch in batches
         if (tokens := sum(row["supervised"] for row in micro_batch["rows"]))
