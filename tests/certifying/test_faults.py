@@ -1,7 +1,6 @@
 """Scripts with one fault each: a certificate names it by the check it belongs to, and no other."""
 
 import io
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -49,25 +48,6 @@ TRAINER = {
     "divided_by_all": {"size of the loss", "logged loss"},
     "logs_another_loss": {"logged loss"},
 }
-
-
-@pytest.fixture
-def certificate_of(as_launched, tmp_path_factory):
-    """Return the checks of a script, by their names, with its exit code."""
-
-    def made(*script, strategy="ddp", **options):
-        folder = tmp_path_factory.mktemp("certificate")
-        said = io.StringIO()
-        code = certify(
-            [str(SCRIPTS / script[0]), *map(str, script[1:])],
-            CertifyOptions(strategy=strategy, output=folder, **options),
-            console=Console(file=said, width=200),
-        )
-        page = json.loads((folder / "certificate.json").read_text("utf-8"))
-        assert code == (page["answer"] == "broken")
-        return {check["check"]: check for check in page["checks"]}, folder, said.getvalue()
-
-    return made
 
 
 def broken(checks):
@@ -132,6 +112,7 @@ def test_what_no_release_takes_any_more_is_named_before_it_runs(certificate_of, 
     [
         ({}, "Name the launch by --strategy or by --config"),
         ({"strategy": "ddp", "config": Path("x.yaml")}, "one of the two"),
+        ({"strategy": "ddp", "only": ("saves",)}, "--only knows no saves; it takes rules, tokens"),
         ({"config": Path("no.yaml")}, "--config no.yaml is not there"),
         ({"strategy": "ddp", "script": ["gone.py"]}, "There is no script gone.py"),
         ({"strategy": "ddp", "script": []}, "Name the script behind --"),
@@ -173,7 +154,7 @@ def test_a_sound_loop_is_not_blamed(strategy, certificate_of):
     assert ("times one of the largest" in weight["words"]) == bool(flags)
     page = (folder / "certificate.html").read_text("utf-8")
     assert "<mark>It is " in page
-    assert "Nothing is broken: of 29 checks" in page
+    assert "Nothing is broken: of 36 checks" in page
     assert [*folder.rglob("*.safetensors"), *folder.rglob("observed-*")] == []
     assert "⟦It is " in (folder / "certificate.md").read_text("utf-8")
 

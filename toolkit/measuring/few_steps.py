@@ -45,6 +45,7 @@ class FewSteps:
     Attributes:
         taken: Steps so far.
         most_tokens: Returns the most tokens of a micro-batch, rows times columns; None: any number.
+        before_steps: Gets the prepared model and its optimizer, before any step is counted.
         hooks: What undoes the changes to libraries.
     """
 
@@ -52,6 +53,7 @@ class FewSteps:
         self.steps = steps
         self.taken = 0
         self.most_tokens: Callable[[], int | None] = lambda: None
+        self.before_steps: Callable[[Any, Any], object] = lambda model, optimizer: None
         self.hooks = ExitStack()
         self._said: set[str] = set()
         self._idle = 0
@@ -74,6 +76,7 @@ class FewSteps:
 
     def prepared(self, model: Any, optimizer: Any) -> None:
         """Count the steps of a prepared optimizer from now on."""
+        self.before_steps(model, optimizer)
         self._models.append(model)
         if len(self._models) == 1:
             backend_of(model).watch_step(optimizer, before=lambda: None, after=self._stepped)
