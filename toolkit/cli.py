@@ -338,6 +338,17 @@ def certify(
         int | None, typer.Option(help="Ranks; those of the config if left out.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 3,
+    only: Annotated[
+        str,
+        typer.Option(
+            help="Groups of checks, by commas: rules, tokens, parameters, rows, one, log, saved, "
+            "resumed; all if left out."
+        ),
+    ] = "",
+    resume_flag: Annotated[
+        str | None,
+        typer.Option(help="The script's own flag that takes a checkpoint, where it has a loop."),
+    ] = None,
     shrink: Annotated[
         bool | None,
         typer.Option(help="Make a large model small; left out: where it would not fit."),
@@ -348,12 +359,12 @@ def certify(
     output: Annotated[
         Path | None, typer.Option(help="Folder of the certificate, new or empty.")
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for each of the two runs.")] = 600.0,
+    timeout: Annotated[float, typer.Option(help="Seconds for each run.")] = 600.0,
 ) -> None:
     """Run a training script small and short, as ranks and as one process, and judge what it does.
 
-    A certificate says what is trained, who is trained, which rows are read, and whether the ranks
-    do the work of one.
+    A certificate says what is trained, who is trained, which rows are read, whether the ranks do
+    the work of one, and whether what is saved loads and resumes.
     """
     from rich.console import Console
 
@@ -365,6 +376,8 @@ def certify(
         config=config,
         num_processes=num_processes,
         steps=steps,
+        only=tuple(filter(None, only.split(","))),
+        resume_flag=resume_flag,
         shrink=shrink,
         hide_rows=hide_rows,
         output=output,

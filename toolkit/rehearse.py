@@ -67,6 +67,12 @@ PURPOSE = (
     "--hang_timeout seconds: on the CPU 600 where it is not passed, on GPUs never; 0: never."
 )
 
+FLAGS = (
+    *("--hang_timeout", "--steps", "--observe", "--for_ranks"),
+    *("--first_step", "--resume_from"),
+)
+"""Flags of ours that take a value; the last four are those of a certificate."""
+
 FIRST_SPEAKS_SECONDS = 5.0
 
 SWEEP_SECONDS = 3600.0
@@ -192,6 +198,12 @@ class _Options:
     for_ranks: int = 1
     """Ranks whose work this process does."""
 
+    first_step: int | None = None
+    """Step that the script begins with; what it saves is noted where this is passed."""
+
+    resume_from: str | None = None
+    """Checkpoint from which its Trainer goes on."""
+
 
 def _options(arguments: list[str]) -> tuple[_Options, list[str]]:
     """Return our own flags, and the arguments without them."""
@@ -202,7 +214,7 @@ def _options(arguments: list[str]) -> tuple[_Options, list[str]]:
             options.shrink = value or "asked"
             arguments = arguments[1:]
             continue
-        if name not in ("--hang_timeout", "--steps", "--observe", "--for_ranks"):
+        if name not in FLAGS:
             break
         value, arguments = (
             (value, arguments[1:]) if value else ("".join(arguments[1:2]), arguments[2:])
@@ -214,6 +226,10 @@ def _options(arguments: list[str]) -> tuple[_Options, list[str]]:
                 options.steps = _counted(value, name, "optimizer steps")
             case "--for_ranks":
                 options.for_ranks = _counted(value, name, "ranks")
+            case "--first_step":
+                options.first_step = int(value)
+            case "--resume_from":
+                options.resume_from = value
             case _:
                 options.observe = Path(value)
     if options.steps is None and (options.observe is not None or options.for_ranks > 1):
@@ -248,6 +264,13 @@ def _made_small(options: _Options, *, rehearsal: bool) -> Iterator[FewSteps | No
             from toolkit.measuring.one_for_many import one_for_many
 
             stack.enter_context(one_for_many(options.for_ranks))
+        if options.observe is not None and options.first_step is not None:
+            from toolkit.measuring.saves import watching_saves
+
+            first, checkpoint = options.first_step, options.resume_from
+            stack.enter_context(
+                watching_saves(options.observe, few, first=first, resume_from=checkpoint)
+            )
         yield few
 
 

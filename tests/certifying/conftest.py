@@ -13,7 +13,7 @@ from toolkit.certifying.options import CertifyOptions
 
 @pytest.fixture
 def certificate_of(as_launched, tmp_path_factory):
-    """Return the checks of a script, by their names, with its exit code."""
+    """Return the checks of a script, by their names, with its exit code, folder and words."""
 
     def made(*script, strategy="ddp", **options):
         folder = tmp_path_factory.mktemp("certificate")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -18,7 +20,7 @@ from toolkit.certifying.certificate import (
     print_certificate,
     write,
 )
-from toolkit.certifying.checks import CHECKS, PREPARED
+from toolkit.certifying.checks import AGAINST_ONE, CHECKS, GROUPS, PREPARED, RESUMED, SAVED
 from toolkit.certifying.options import CertifyOptions
 from toolkit.certifying.subject import Check, Subject, worst_first
 from toolkit.comparing.bisect.finding import Bisection, bisect
@@ -35,8 +37,15 @@ from toolkit.launching.forking import warm_launches
 from toolkit.launching.launch import launch_command, run
 from toolkit.launching.outcome import Outcome
 from toolkit.records.evidence import Evidence, read_evidence
-from toolkit.records.json_files import SCHEMA
+from toolkit.records.json_files import SCHEMA, read_as
 from toolkit.records.observation import Observation, observation_file, read_observations
+from toolkit.records.saves import (
+    READ_FILE,
+    AllRead,
+    ReadBack,
+    Saves,
+    read_saves,
+)
 from toolkit.redaction import learn, redacted_words
 from toolkit.strategies import get_strategy
 from toolkit.tables.terminal import print_line
@@ -48,6 +57,12 @@ COULD_NOT_RUN: Final = 3
 
 MANY: Final = "ranks"
 ONE: Final = "one"
+AGAIN: Final = "resumed"
+
+CHECKPOINTS: Final = "checkpoints"
+"""Folder for those of a Trainer: the next run of a script may look for one where it wrote them."""
+
+TRAINERS: Final = "._save_checkpoint"
 
 
 def certify(script: Sequence[str], options: CertifyOptions, *, console: Console) -> int:
@@ -89,6 +104,9 @@ class _Certifying:
             if options.num_processes is not None:
                 strategy = strategy.on_ranks(options.num_processes)
             self.config, self.name = cached_configs(strategy).accelerate, strategy.name
+        if unknown := [name for name in options.only if name not in GROUPS]:
+            raise UsageError(f"--only knows no {unknown[0]}; it takes {', '.join(GROUPS)}.")
+        self.groups = {GROUPS[name] for name in options.only or GROUPS}
         self.gpus = environment.gpus()
         self.notes: list[str] = []
         _refuse_overwriting(self.script)
@@ -105,18 +123,26 @@ class _Certifying:
         return any(line.startswith("rehearsal") for line in self.notes)
 
     def run(self) -> int:
-        outcome = self._start(MANY, self.config, self.options.num_processes, [])
+        saving = ["--first_step", "0"] if self.groups & {SAVED, RESUMED} else []
+        outcome = self._start(MANY, self.config, self.options.num_processes, saving)
         many = self._observed(self.folder / MANY)
+        saves = read_saves(self.folder / MANY)
+        fails_to_save = any(call["error"] for one in saves for call in one["calls"])
+        if fails_to_save and outcome.status != "ok":
+            subject = Subject(many=many, folder=self.folder, notes=self.notes, saves=saves)
+            return self._end(subject, [check for check in CHECKS if check.name == "saves"])
         if not many and outcome.status == "ok":
             return self._end(Subject(many=[], folder=self.folder, notes=self.notes), [PREPARED])
         if not many or outcome.status not in ("ok", "refused"):
             reason = outcome.reason or "; ".join(self.notes[-2:])
             print_line(f"The script could not be judged: {reason}", console=self.console)
             return COULD_NOT_RUN
+        read_back = self._read_back() if any(one["calls"] for one in saves) else []
+        resumed, failed, no_resume = self._resumed(saves)
         ranks = many[0]["num_processes"]
         one: list[Observation] = []
         bisection, why = None, "there is one rank"
-        if ranks > 1:
+        if ranks > 1 and self.groups & AGAINST_ONE:
             single = cached_configs(get_strategy("single")).accelerate
             alone = self._start(ONE, single, None, ["--for_ranks", str(ranks)])
             one = self._observed(self.folder / ONE)
@@ -132,22 +158,79 @@ class _Certifying:
             is_rehearsal=self.rehearsal,
             refused=outcome.reason or "" if outcome.status == "refused" else "",
             notes=self.notes,
+            saves=saves,
+            read_back=read_back,
+            resumed=resumed,
+            resume_failed=failed,
+            no_resume=no_resume,
         )
         return self._end(subject)
 
+    def _read_back(self) -> list[ReadBack] | None:
+        """Have a process of its own read what was saved, without what watches the script."""
+        folder = self.folder / MANY
+        outcome = run(
+            [sys.executable, "-m", "toolkit.training.saved_folders", str(folder)],
+            folder=self.folder / "read-back",
+            timeout=self.options.timeout,
+            environment=run_environment(rehearsal=True),
+        )
+        if outcome.status != "ok":
+            return None
+        return read_as(folder / READ_FILE, AllRead)["found"]
+
+    def _resumed(self, saves: Sequence[Saves]) -> tuple[list[Saves], str, str]:
+        """Run the script from its checkpoint in the middle.
+
+        Returns:
+            What that run noted, why it failed, and why there is none.
+        """
+        made = {call["path"]: call for call in saves[0]["calls"]} if saves else {}
+        made = {p: c for p, c in made.items() if c["is_checkpoint"] and Path(p).is_dir()}
+        kept: dict[str, str] = {}
+        for path, call in made.items():
+            if call["name"].endswith(TRAINERS):
+                folder = self.folder / MANY / CHECKPOINTS / str(len(kept))
+                folder.mkdir(parents=True)
+                kept[path] = str(shutil.move(path, folder))
+        if RESUMED not in self.groups or not made:
+            return [], "", "the script saved no checkpoint in these steps"
+        middle = self.options.steps / 2
+        call = min(made.values(), key=lambda call: abs(call["step"] - middle))
+        if not 0 < call["step"] < len(saves[0]["states"]) - 1:
+            return [], "", f"its checkpoint is of step {call['step']}, behind which no step is"
+        if call["weights_only"]:
+            return [], "", "save_only_model: its checkpoints have no state of the optimizer"
+        flags = ["--steps", str(self.options.steps - call["step"])]
+        flags += ["--first_step", str(call["step"])]
+        own: list[str] = []
+        if call["path"] in kept:
+            flags += ["--resume_from", kept[call["path"]]]
+        elif self.options.resume_flag is not None:
+            own = [self.options.resume_flag, call["path"]]
+        else:
+            return [], "", "name the script's flag that takes a checkpoint by --resume_flag"
+        outcome = self._start(AGAIN, self.config, self.options.num_processes, flags, own)
+        reason = "" if outcome.status == "ok" else outcome.reason or outcome.status
+        return read_saves(self.folder / AGAIN), reason, "the resumed run made no step"
+
     def _start(
-        self, name: str, config: Path, processes: int | None, flags: Sequence[str]
+        self,
+        name: str,
+        config: Path,
+        processes: int | None,
+        flags: Sequence[str],
+        more: Sequence[str] = (),
     ) -> Outcome:
         options = self.options
         own = ["--steps", str(options.steps), "--observe", str(self.folder / name), *flags]
         if options.shrink is not False:
             own.append("--shrink" if options.shrink else "--shrink=auto")
-        script = self.script
+        script = [*self.script, *more]
         if script[:2] == ["-m", "toolkit.train"]:  # it refuses the folder of another run
-            script = [*script, "--output_dir", str(self.folder / name / "saved")]
-        command = launch_command(
-            config, ["-m", "toolkit.rehearse", *own, *script], num_processes=processes
-        )
+            script += ["--output_dir", str(self.folder / name / "saved")]
+        words = ["-m", "toolkit.rehearse", *own, *script]
+        command = launch_command(config, words, num_processes=processes)
         lines: list[str] = []
         print_line(f"{name}: {' '.join(redacted_words(self.script))}", console=self.console)
         outcome = run(
@@ -188,6 +271,7 @@ class _Certifying:
             return None, str(error)
 
     def _end(self, subject: Subject, judges: Sequence[Check] = CHECKS) -> int:
+        judges = [check for check in judges if check.group in self.groups] or judges
         found = [(check, check.judge(subject)) for check in judges]
         checks = judged(found)
         many = subject.many
@@ -206,9 +290,11 @@ class _Certifying:
         )
         written = write(certificate, self.folder)
         # Weights, and the tokens of rows: what matters of them stands in the certificate.
-        for name in (MANY, ONE):
-            for path in [*(self.folder / name).glob("*.safetensors"), *_files(self.folder / name)]:
-                path.unlink()
+        shutil.rmtree(self.folder / MANY / CHECKPOINTS, ignore_errors=True)
+        for name in (MANY, ONE, AGAIN):
+            for pattern in ("*.safetensors", "observed-*", "saves-*", READ_FILE):
+                for path in (self.folder / name).glob(pattern):
+                    path.unlink()
         print_certificate(certificate, console=self.console)
         names = ", ".join(path.name for path in written)
         print_line(f"Written to {short_path(self.folder)}: {names}", console=self.console)

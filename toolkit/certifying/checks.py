@@ -7,7 +7,9 @@ from typing import Final
 from toolkit.certifying import (
     against_one,
     read_rows,
+    resumed,
     rules,
+    saved,
     schedule,
     trained_parameters,
     trained_tokens,
@@ -20,6 +22,17 @@ PARAMETERS: Final = "Who is trained"
 ROWS: Final = "Rows"
 ONE: Final = "One against N"
 LOG: Final = "Schedule and log"
+SAVED: Final = "Saved"
+RESUMED: Final = "Resumed"
+
+GROUPS: Final = {
+    **{"rules": READ, "tokens": TOKENS, "parameters": PARAMETERS, "rows": ROWS},
+    **{"one": ONE, "log": LOG, "saved": SAVED, "resumed": RESUMED},
+}
+"""By the names that --only takes."""
+
+AGAINST_ONE: Final = {ROWS, ONE, LOG}
+"""Groups that need the run of one process."""
 
 PREPARED: Final = Check(name="prepared", group=PARAMETERS, judge=trained_parameters.is_prepared)
 
@@ -56,4 +69,11 @@ CHECKS: Final = (
     Check(name="learning rate", group=LOG, judge=schedule.rates),
     Check(name="logged loss", group=LOG, judge=schedule.logged_loss),
     Check(name="clipping", group=LOG, judge=schedule.clipping),
+    Check(name="saves", group=SAVED, judge=saved.saves),
+    Check(name="folders load", group=SAVED, judge=saved.loads),
+    Check(name="saved weights", group=SAVED, judge=saved.weights),
+    Check(name="a model at the end", group=SAVED, judge=saved.a_model),
+    Check(name="resumes", group=RESUMED, judge=resumed.resumes),
+    Check(name="state that is loaded", group=RESUMED, judge=resumed.loaded),
+    Check(name="steps after it", group=RESUMED, judge=resumed.goes_on),
 )

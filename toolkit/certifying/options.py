@@ -18,10 +18,16 @@ class CertifyOptions:
     """Ranks; those of the config if left out."""
 
     steps: int = 3
+    only: tuple[str, ...] = ()
+    """Names of groups of checks; all if left out."""
+
+    resume_flag: str | None = None
+    """The script's own flag that takes a checkpoint, for a loop."""
+
     shrink: bool | None = None
     """Whether a large model is made small; None: where it would not fit."""
 
     hide_rows: bool = False
     output: Path | None = None
     timeout: float = 600.0
-    """Seconds for each of the two runs."""
+    """Seconds for each run."""

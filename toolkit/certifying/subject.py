@@ -13,6 +13,7 @@ from toolkit.comparing.parity.checks import Check as ParityCheck
 from toolkit.configs.check.finding import Finding as RuleFinding
 from toolkit.records.evidence import IGNORED, Evidence
 from toolkit.records.observation import Batch, Observation, Tokens
+from toolkit.records.saves import ReadBack, Saves
 
 Answer = Literal["holds", "broken", "note", "not judged"]
 
@@ -86,6 +87,19 @@ class Subject:
 
     notes: list[str]
     """What the run itself said."""
+
+    saves: Sequence[Saves] = ()
+    """What the ranks saved, and their states; of rank 0 first."""
+
+    read_back: Sequence[ReadBack] | None = ()
+    """What a process of its own found in what was saved; None where that process failed."""
+
+    resumed: Sequence[Saves] = ()
+    """The same of a run from a checkpoint; empty where there is none."""
+
+    no_resume: str = "nothing was resumed"
+    resume_failed: str = ""
+    """Why that run did not end."""
 
     @property
     def tokens(self) -> Tokens:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any
 
 import torch
@@ -42,14 +44,28 @@ def watch_optimizer(
 ) -> Undo:
     """Call `before` and `after` around each step of the optimizer that steps.
 
+    Left out is the step without a rate by which torch 2.13 (distributed/checkpoint/state_dict.py)
+    makes the state of an optimizer that it loads.
+
     Neither may call the returned `Undo`: torch is then iterating over its hooks, and removing one
     ends the step with an error.
     """
     inner = optimizer_of(optimizer)
     hooks = ExitStack()
-    hooks.callback(inner.register_step_pre_hook(lambda *_: before()).remove)
-    hooks.callback(inner.register_step_post_hook(lambda *_: after()).remove)
+
+    def unless_made(call: Callable[[], None]) -> Callable[..., None]:
+        return lambda *_: None if _is_making_state() else call()
+
+    hooks.callback(inner.register_step_pre_hook(unless_made(before)).remove)
+    hooks.callback(inner.register_step_post_hook(unless_made(after)).remove)
     return hooks.close
+
+
+def _is_making_state() -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_init_optim_state":
+        frame = frame.f_back
+    return frame is not None
 
 
 def pending_scale(optimizer: Any) -> float:

@@ -78,6 +78,9 @@ class EvidenceKeeper:
         self._number = 1
         self._hooks = ExitStack()
 
+    def __deepcopy__(self, _: Any) -> Any:
+        return self  # a script may copy a model with its hooks
+
     def resumed_after(self, step: int) -> None:
         """Count from a checkpoint on."""
         self._number = step + 1
@@ -278,7 +281,7 @@ class EvidenceKeeper:
 
     def _weights_digest(self) -> str:
         held = (p for p in self._parameters.values() if not p.is_meta)
-        return _digest(local(parameter.detach()) for parameter in held)
+        return digest_of(local(parameter.detach()) for parameter in held)
 
     def _loss_scale(self) -> float:
         scaler = self._accelerator.scaler
@@ -289,7 +292,7 @@ class EvidenceKeeper:
         step = self._step
         if not self._backend.steps_in_backward:
             gradients = (p.grad for p in self._parameters.values() if p.grad is not None)
-            step.gradients_digest = _digest(map(local, gradients))
+            step.gradients_digest = digest_of(map(local, gradients))
         step.gradient_norm = self._write_whole(
             GRADIENTS_FILE, lambda parameter: self._backend.full_gradient(parameter) / held_scale
         )
@@ -484,8 +487,8 @@ def _rows(inputs: dict[str, Any], logits: torch.Tensor | None) -> list[RowRead]:
         rows.append(
             RowRead(
                 sample_id=None,
-                tokens=_digest([ids[unpadded]]),
-                labels=_digest([targets[unpadded]]),
+                tokens=digest_of([ids[unpadded]]),
+                labels=digest_of([targets[unpadded]]),
                 supervised=int((wanted != IGNORED).sum()),
                 loss=loss,
             )
@@ -520,7 +523,7 @@ def _square(tensor: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
 
 
-def _digest(tensors: Iterable[torch.Tensor]) -> str:
+def digest_of(tensors: Iterable[torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
         flat = tensor.detach().contiguous().cpu().reshape(-1)

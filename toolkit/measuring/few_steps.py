@@ -46,6 +46,7 @@ class FewSteps:
         taken: Steps so far.
         most_tokens: Returns the most tokens of a micro-batch, rows times columns; None: any number.
         pass_begins: Called with a loader and the first batch of each pass over it.
+        before_steps: Gets the prepared model and its optimizer, before any step is counted.
         hooks: What undoes the changes to libraries.
     """
 
@@ -54,6 +55,7 @@ class FewSteps:
         self.taken = 0
         self.most_tokens: Callable[[], int | None] = lambda: None
         self.pass_begins: Callable[[Any, Any], object] = lambda loader, batch: None
+        self.before_steps: Callable[[Any, Any], object] = lambda model, optimizer: None
         self.hooks = ExitStack()
         self._said: set[str] = set()
         self._idle = 0
@@ -76,6 +78,7 @@ class FewSteps:
 
     def prepared(self, model: Any, optimizer: Any) -> None:
         """Count the steps of a prepared optimizer from now on."""
+        self.before_steps(model, optimizer)
         self._models.append(model)
         if len(self._models) == 1:
             backend_of(model).watch_step(optimizer, before=lambda: None, after=self._stepped)

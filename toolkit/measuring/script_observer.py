@@ -88,6 +88,9 @@ class ScriptObserver:
         self._packed: dict[str, Any] | None = None
         self._leak: float | None = None
 
+    def __deepcopy__(self, _: Any) -> Any:
+        return self  # a script may copy a model with its hooks
+
     def start(self) -> None:
         """Watch what the script makes; before it begins.
 
