@@ -225,7 +225,8 @@ def a_model(subject: Subject) -> Finding:
             f"the weights of step {latest.is_of}; those of the last step, {last}, were not saved"
         )
         return note(f"{latest.place} holds {words}", "Save after the last step too")
-    known = {"tokenizer": subject.tokens["eos"], "chat template": subject.tokens["turn_end"]}
+    tokens = subject.tokens
+    known = {"tokenizer": tokens["eos"] is not None, "chat template": tokens["has_template"]}
     lacks = [f"no {name}" for name in latest.found["lacks"] if known.get(name, True)]
     lacks += [f"{name}, which no loader reads" for name in latest.found["unread"]]
     if lacks and not latest.call["is_checkpoint"]:

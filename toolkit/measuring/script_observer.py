@@ -320,6 +320,7 @@ class ScriptObserver:
             eos=eos,
             pad=pad,
             stops=sorted({*stops, *_turn_end(tokenizer, stops)}),
+            has_template=bool(getattr(tokenizer, "chat_template", None)),
             vocabulary=rows,
             vocabulary_before=next(before, rows),
             table_trained=table_trained,

@@ -39,6 +39,9 @@ class Tokens(TypedDict):
     """Ids that end an answer: also those of the generation settings, and what the chat template
     writes behind an assistant's turn."""
 
+    has_template: bool
+    """Whether the tokenizer has a chat template."""
+
     vocabulary: int
     """Rows of the model's table of tokens."""
 
