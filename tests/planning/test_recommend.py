@@ -179,6 +179,13 @@ def test_a_mistake_is_one_sentence(options, said):
         recommend("1b", **{"gpu": "L4", "gpus": 2} | options)
 
 
+def test_a_batch_that_only_strategies_spread_which_cannot_step_is_a_mistake():
+    # 62 layers make no pipeline of 64, and paged states are not cut into tensor groups.
+    batch = {"gpu": "T4", "gpus": 64, "global_batch": 8}
+    with pytest.raises(UsageError, match="8 rows can't be spread over 64 GPUs"):
+        recommend("google/gemma-3-27b-it", **batch, optimizer="paged_adamw")
+
+
 def test_the_files_that_are_written_are_those_of_the_command(tmp_path):
     found = recommend("125m", gpu="L4", gpus=2, learning_rate=1e-4, base_batch=8)
     words = write_recommendation(found, tmp_path)
@@ -511,6 +518,32 @@ def test_where_nothing_fits_the_answer_is_printed_nothing_written_and_the_exit_c
     answer = json.loads(result.stdout)
     assert answer["choice"] is answer["command"] is None
     assert answer["closest"]["verdict"]["answer"] != "fits"
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "fits"),
+    [
+        ("Qwen/Qwen3-8B", 524_288, True),
+        ("meta-llama/Llama-3.1-8B", 600_000, True),
+        ("meta-llama/Llama-3.1-8B", 1_048_576, False),
+        ("meta-llama/Llama-3.1-70B", 262_144, False),
+    ],
+)
+def test_rows_too_long_for_a_full_fine_tune_are_answered_with_the_longest_that_fit(
+    model, tokens, fits
+):
+    words = ["recommend", model, "--gpu", "H100", "--gpus", "8", "--seq", str(tokens)]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert (result.exit_code, result.stderr) == (0 if fits else 1, "")
+    assert ("nothing fits for sure" in result.stdout) is not fits
+    longest = re.search(r"The longest row that fits .* here is ([\d,]+) tokens", result.stdout)
+    assert tokens / 8 < int(longest[1].replace(",", "")) < tokens
+
+
+def test_a_strategy_that_cannot_take_the_job_is_passed_over():
+    found = recommend("125m", gpu="L4", gpus=4, sequence=524_288, attention="eager")
+    assert found.choice is None
+    assert not found.closest.job.backend.splits_rows  # which have no mask for eager attention
 
 
 def test_a_recommendation_for_many_gpus_names_nodes_and_network_that_it_assumes():

@@ -12,9 +12,13 @@ from functools import cache
 import pytest
 
 from toolkit.errors import UsageError
+from toolkit.planning.memory.estimate import estimate_memory
+from toolkit.planning.plan import plan
 from toolkit.planning.recommend import recommend
 from toolkit.planning.render.commands import paste_line
 from toolkit.planning.render.recommendations import option_lines
+from toolkit.planning.verdict import judge
+from toolkit.strategies import STRATEGIES
 
 GIB = 2**30
 ZERO = {"zero1", "zero2", "zero3"}
@@ -419,6 +423,58 @@ def test_every_command_is_one_that_the_training_script_takes(situation, monkeypa
         assert values[job.precision] is True
         assert "YOUR_SCRIPT" not in line
         assert job.nodes == 1 or values["output_dir"] == f"runs/{job.strategy.name}"
+
+
+TRAINED = {
+    "a full fine-tune": {},
+    "a full fine-tune with 8-bit AdamW": {"optimizer": "adamw_8bit"},
+    "a full fine-tune with weights in bf16 and 8-bit AdamW": {
+        "optimizer": "adamw_8bit",
+        "dtype": "bfloat16",
+    },
+    "LoRA": {"method": "lora"},
+    "QLoRA": {"method": "qlora"},
+}
+MISSING = re.compile(
+    r"Without offload, (.+) comes nearest under (\w+), and (may not|does not) fit: ([\d,.]+) GiB "
+    r"short at the upper end, batch (\d+)(?: with (.+))?\."
+)
+
+
+@pytest.mark.parametrize("situation", SITUATIONS, ids=str)
+def test_what_is_said_not_to_fit_does_not_by_a_plan_of_the_strategy_that_is_named(situation):
+    for reason in answer(situation.number).reasons:
+        assert "any strategy" not in reason
+        said = MISSING.fullmatch(reason)
+        if said is None:
+            assert not reason.startswith("Without offload")
+            continue
+        training, strategy, may, short, batch, levers = said.groups()
+        levers = levers.split(" and ") if levers else []
+        rows = situation.options.get("global_batch") or 32
+        split = STRATEGIES[strategy].data_parallel_size(situation.gpus)
+        held = plan(
+            situation.model,
+            gpu=situation.gpu,
+            gpus=situation.gpus,
+            strategies=strategy,
+            sequence=situation.options.get("sequence"),
+            batch=int(batch),
+            accumulation=max(1, rows // split // int(batch)),
+            checkpointing="checkpointing" in levers,
+            selective="selective checkpointing" in levers,
+            sync_each_batch="gradients synchronised at every micro-batch" in levers,
+            chunked_loss="chunked loss" in levers,
+            **TRAINED[training],
+        ).rows[0]
+        # A plan has Liger's chunks, a recommendation those of toolkit.train.
+        job = held.job.with_(
+            loss_chunk_tokens=1024 if held.job.chunked_loss else None,
+            gradient_as_bucket_view=held.job.backend.has_buckets,
+        )
+        verdict = judge(estimate_memory(job), held.room)
+        assert verdict.answer == {"may not": "tight", "does not": "does not fit"}[may]
+        assert -verdict.margin_bytes / GIB == pytest.approx(float(short.replace(",", "")), abs=0.06)
 
 
 def test_every_situation_has_its_place():

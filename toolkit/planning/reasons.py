@@ -91,7 +91,7 @@ def _of_split(
         leanest = max(tried, key=lambda candidate: candidate.verdict.worst_margin_bytes)
         return f"{name} {_short(leanest)}"
     meshes = search.in_sizes(STRATEGIES[name])
-    problems = dict.fromkeys(filter(None, map(search.split_problem, meshes)))
+    problems = dict.fromkeys(filter(None, map(search.problem, meshes)))
     return f"{name} was left out, since {next(iter(problems)).rstrip('.')}" if problems else None
 
 
@@ -221,7 +221,8 @@ def _passed_over(training: Training, looked_at: Sequence[Candidate]) -> Iterator
     on_gpus = [candidate for candidate in of_training if candidate not in offloaded]
     if on_gpus:
         best = max(on_gpus, key=lambda candidate: candidate.verdict.worst_margin_bytes)
-        yield f"Under any strategy without offload, {training.name} {_short(best)}."
+        name = best.job.strategy.name
+        yield f"Without offload, {training.name} comes nearest under {name}, and {_short(best)}."
     short = [candidate for candidate in offloaded if candidate.verdict.host_short]
     if short:
         least = min(short, key=lambda candidate: candidate.verdict.host_needed.high)

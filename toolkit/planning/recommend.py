@@ -185,7 +185,7 @@ def _search(start: Plan, options: RecommendOptions) -> Search:
     whole = not isinstance(rows, bool) and rows > 0
     if whole and rows % gpus and options.method in (None, "full"):
         splits = [each for name in SPLIT for each in search.in_sizes(STRATEGIES[name])]
-        if any(map(search.has_place, splits)):
+        if any(search.has_place(split) and search.can_step(split) for split in splits):
             return search
     if not whole or rows % gpus:
         raise UsageError(
