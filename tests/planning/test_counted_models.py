@@ -35,7 +35,7 @@ from toolkit.planning.memory.activations import _recorded_tail
 from toolkit.planning.memory.autograd_memory import Regime
 from toolkit.planning.memory.counted import counted_bytes
 from toolkit.planning.memory.layers import layer_bytes
-from toolkit.planning.models import counted
+from toolkit.planning.models import counted, resolve
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.models.families import FAMILIES as TABLE
 from toolkit.planning.models.resolve import resolve_model
@@ -109,6 +109,11 @@ def folder_of(config, tmp_path):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def saved(config):
+    values = {key: value for key, value in config.items() if key != "model_type"}
+    return AutoConfig.for_model(config["model_type"], **values)
 
 
 def dictionary(family, layers=3):
@@ -193,16 +198,14 @@ def test_a_folder_of_an_unknown_architecture_is_planned_with_its_exact_parameter
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         code, said = done.returncode, done.stdout
     else:  # one process that imports all to count is enough
+        saved(config).save_pretrained(folder)  # an infinity of Bamba's as transformers writes it
         monkeypatch.setattr(counted, "_count", counted_here)
         done = CliRunner().invoke(app, words, catch_exceptions=False)
         code, said = done.exit_code, done.stdout
     assert code == 0, done.stderr
     answer = json.loads(said)
-    values = {key: value for key, value in config.items() if key != "model_type"}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(config["model_type"], **values)
-        )
+        model = AutoModelForCausalLM.from_config(saved(config))
     assert answer["model"]["parameters"] == sum(p.numel() for p in model.parameters())
     assert "counted from its config" in answer["notes"][0]
     assert ("BambaMixer" in answer["notes"][0]) == (config is BAMBA)
@@ -227,6 +230,18 @@ def test_layers_of_an_unknown_architecture_keep_what_autograd_really_keeps(
             real = count_of_two_layers("cohere", attention=attention, regime=regime)
             planned = layer_bytes(shape, REGIMES[regime], 32, fused=attention == "sdpa")
             assert 2 * planned.saved == pytest.approx(real, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["mamba2", "falcon_h1", "bamba", "nemotron_h", "granitemoehybrid"]
+)
+def test_a_saved_infinity_is_read_as_transformers_reads_it(model_type, tmp_path):
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    assert "__float__" in file.read_text()
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert resolve._read(file) == config._dict_from_json_file(file)
+    assert resolve._read(file)["time_step_limit"] == list(config.time_step_limit)
 
 
 @pytest.mark.parametrize(("targets", "adapted"), [("all-linear", 7), ("attention", 4)])
