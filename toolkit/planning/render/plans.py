@@ -12,6 +12,7 @@ from toolkit.planning.memory.estimate import MemoryEstimate
 from toolkit.planning.plan import Plan, PlanRow
 from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.verdict import Verdict
+from toolkit.strategies import SHORT_DTYPES
 from toolkit.tables.grid import Section
 from toolkit.tables.terminal import made_table
 
@@ -229,8 +230,9 @@ def heading(plan: Plan) -> str:
         heading += f", {model.active_parameters:,} active"
     if job is not None:
         where = f" on {plan.gpu.name}" if plan.gpu is not None else ""
+        pure = "pure " if job.precision == "no" and job.compute_size == 2 else ""
         heading += (
-            f"; {job.method}, {job.precision if job.precision != 'no' else 'fp32'}, "
+            f"; {job.method}, {pure}{SHORT_DTYPES[job.computes_in]}, "
             f"{job.optimizer}, batch {job.batch} x {job.sequence:,} tokens"
             f"{f' x {job.accumulation} accumulated' if job.accumulation > 1 else ''}"
             f"{checkpointing_words(job)}{where}"

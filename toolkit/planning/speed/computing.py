@@ -224,7 +224,7 @@ def _elementwise(job: PlannedJob) -> Interval:
     fused, eager = _elementwise_forward(job.model)
     passes = _forwards(job) + rates.BACKWARD
     mixed = job.precision != "no" and not job.backend.has_masters(job)
-    width = {"no": 2, "bf16": 1, "fp16": 1}[job.precision]
+    width = job.compute_size // 2
     most = (fused if job.compiles else eager) * (rates.AUTOCAST if mixed else 1)
     return Interval(fused * passes * width, most * passes * width)
 

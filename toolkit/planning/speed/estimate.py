@@ -249,8 +249,7 @@ def estimate_speed(
         UsageError: the GPU can't compute in the job's precision, or the bandwidth is no bandwidth.
     """
     network = _network(gpu, internode_bytes_per_second)
-    # Where precision isn't mixed, the dtype of the weights is computed in.
-    rate = gpu.flops(job.precision if job.precision != "no" else SHORT_DTYPES[job.dtype])
+    rate = gpu.flops(SHORT_DTYPES[job.computes_in])
     # Stages wait for the slowest of them.
     parts = job.backend.different_parts(job)
     of_parts = [(part, computing(part, gpu, rate)) for part in parts]
