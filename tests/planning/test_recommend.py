@@ -670,7 +670,7 @@ def test_a_global_batch_below_the_gpus_is_split_over_groups_of_them():
 
 def test_a_layer_too_large_for_one_gpu_is_split_by_the_strategies_that_can():
     # FSDP gathers two whole layers and has the gradients of one; a tensor group shares them.
-    found = recommend("13b", gpu="L4", gpus=16, nodes=1, sequence=2048, global_batch=16)
+    found = recommend("13b", gpu="A100-40", gpus=8, sequence=2048, global_batch=8)
     assert found.choice.job.method == "full"
     assert found.choice.job.strategy.name == "tensor"
     said = " ".join(found.reasons)
@@ -681,21 +681,19 @@ def test_a_layer_too_large_for_one_gpu_is_split_by_the_strategies_that_can():
     assert "activations cross the wire in every layer" in shown(found)
 
 
-def test_all_dimensions_at_once_are_chosen_where_no_single_one_fits():
-    found = recommend("13b", gpu="L4", gpus=16, sequence=2048, global_batch=2)
+def test_all_dimensions_at_once_are_chosen_where_no_single_one_is_as_good():
+    # Over two nodes, tensor groups would shard across the network; stages hand on a little.
+    found = recommend("13b", gpu="A100-40", gpus=16, sequence=2048, global_batch=2)
     assert found.choice.job.strategy.name == "three_d"
     assert found.choice.verdict.fits
     said = " ".join(found.reasons)
     assert "A multiple of 16 opens the others." in said
-    for name in ("tensor", "tensor_ddp", "pipeline"):
-        assert re.search(rf"\b{name} (does|may) not fit", said), name
+    assert re.search(r"\btensor_ddp (does|may) not fit", said)
+    for name in ("tensor", "pipeline"):
+        assert re.search(rf"\b{name} fits, at about \d+% of the choice's rate", said), name
     given_up = "; ".join(found.options[0].gives_up)
     assert "of the time, by slots" in given_up
     assert "activations cross the wire in every layer" in given_up
-    # Over two nodes, tensor groups would shard across the network; stages hand on a little.
-    rows = recommend("13b", gpu="L4", gpus=16, nodes=2, sequence=2048, global_batch=16)
-    assert rows.choice.job.strategy.name == "three_d"
-    assert re.search(r"tensor fits .* of the choice's rate", " ".join(rows.reasons))
 
 
 def test_why_the_model_is_not_split_is_one_sentence():
@@ -730,11 +728,11 @@ def test_tensor_groups_stay_inside_a_node_and_pipelines_span_nodes():
 
 
 def test_the_command_of_a_split_has_its_engine_and_the_size_of_its_groups(tmp_path):
-    found = recommend("13b", gpu="L4", gpus=16, nodes=1, sequence=2048, global_batch=16)
+    found = recommend("13b", gpu="A100-40", gpus=8, sequence=2048, global_batch=8)
     size = found.choice.job.strategy.tensor
     line = paste_line(found.options[0])
     assert line.count("--engine loop") == 1
     wanted = "" if size == 2 else f" --tensor_size {size}"
-    assert f'"$(toolkit configs path tensor{wanted})" --num_processes 16' in line
+    assert f'"$(toolkit configs path tensor{wanted})" --num_processes 8' in line
     write_recommendation(found, tmp_path)
     assert f"parallelism_config_tp_size: {size}" in (tmp_path / "tensor.yaml").read_text()

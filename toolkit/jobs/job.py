@@ -67,6 +67,9 @@ class Job(JobOptions):
     on_cpu: bool = False
     """A rehearsal: offloaded states lie in the same memory, and AdamW steps tensor by tensor."""
 
+    measured_gpu: bool = False
+    """The GPU is one whose reserved bytes were measured with this stack, and so less uncertain."""
+
     gradient_clipping: float = 1.0
     gradient_as_bucket_view: bool = False
     """DDP: gradients are views of the buckets. The Trainer has no argument for it: it stays off."""

@@ -84,6 +84,11 @@ class Gpu:
     aliases: tuple[str, ...] = ()
 
     @property
+    def measured(self) -> bool:
+        """Whether rows of it are committed: benchmarks/results/2026-11-26-gpu-kit.json."""
+        return self.name == "H200"
+
+    @property
     def has_bf16(self) -> bool:
         """Native, in tensor cores. Older cards emulate it slowly, so they train in fp16."""
         return self.compute_capability >= (8, 0)
