@@ -584,6 +584,47 @@ def test_hours_and_price_stand_beside_every_option_and_the_command_trains_so_man
     assert "hours for" not in shown(recommend("7b", gpu="L4", gpus=2))
 
 
+def test_bounds_on_hours_and_dollars_pass_over_what_takes_too_long():
+    asked = {"gpu": "A100-80", "gpus": 8, "dollars_per_hour": 0.7}
+    free = recommend("7b", **asked)
+    assert free.most_hours is None
+    enough = recommend("7b", **asked, dollars=56, hours=48)
+    assert enough.most_hours == pytest.approx(10)
+    assert enough.choice.job == free.choice.job
+    rate = free.choice.speed.tokens_per_second.low
+    said = reason_about(enough, "10 hours are enough for")
+    assert f"{rate * 36e3 / 1e6:,.3g} to" in said
+    tokens = round(rate * 36e3)  # what the choice trains in ten hours at its slowest
+    assert recommend("7b", **asked, hours=10.1, tokens=tokens).choice.job == free.choice.job
+    quick = recommend("7b", **asked, hours=8, tokens=tokens)
+    assert quick.choice.training.name == "a full fine-tune with 8-bit AdamW"
+    assert quick.keeps_bounds
+    assert reason_about(quick, "A full fine-tune fits, and takes longer")
+    short = recommend("7b", **asked, hours=1, tokens=tokens)
+    assert short.choice.job == free.choice.job
+    assert not short.keeps_bounds
+    with pytest.raises(UsageError, match="dollars needs the price of a GPU"):
+        recommend("7b", gpu="A100-80", gpus=8, dollars=20)
+    with pytest.raises(UsageError, match="hours is 0"):
+        recommend("7b", gpu="A100-80", gpus=8, hours=0)
+    words = [
+        "recommend",
+        "7b",
+        "--gpu",
+        "A100-80",
+        "--gpus",
+        "8",
+        "--hours",
+        "1",
+        "--tokens",
+        str(tokens),
+        "--json",
+    ]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["keeps_bounds"] is False
+
+
 @pytest.mark.parametrize("day", ["2026-11-01", '"2026-11-01"'])
 def test_prices_of_a_file_name_their_day_unless_another_price_is_given(day, tmp_path):
     file = tmp_path / "gpus.yaml"

@@ -430,9 +430,9 @@ ten published rows that constants may be fitted to are inside then (benchmarks/p
 """
 
 OTHER_SIZES = 1.1
-"""Share by which the smaller of two sets of blocks adds to the larger, off the committed rows: those
-of the step and those before it have other sizes. In PowerLM-3b and Mistral-7B, trained in bf16, it
-was 1.04 to 1.09, in others 0.3 to 0.8 (fms-acceleration). Expandable segments grow as needed."""
+"""Share by which the smaller of two sets of blocks adds to the larger, off the committed rows:
+those of the step and those before it have other sizes. In bf16, PowerLM-3b and Mistral-7B had 1.04
+to 1.09, others 0.3 to 0.8 (fms-acceleration). Expandable segments grow as needed."""
 
 EXPANDABLE: dict[Kind, Interval] = {
     "plain": Interval(1.0, 1.12),
