@@ -703,7 +703,7 @@ def _sentence(error: Exception) -> str | None:
     option = getattr(problem, "option_name", None)  # of one that the verb does not have
     takes_flags = "FLAGS" in str(context.command.collect_usage_pieces(context))
     typed = [word for word in sys.argv if option and _hyphened(word).startswith(option)]
-    if typed and option[1:].isdigit():
+    if typed and str(option)[1:].isdigit():
         text += f" A count of parameters begins with no hyphen: {typed[0].lstrip('-')}."
     elif typed and takes_flags:
         text += f" Flags of toolkit.train stand behind --: {context.command_path} -- {typed[0]} ..."

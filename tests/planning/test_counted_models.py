@@ -329,6 +329,13 @@ def test_a_model_that_cannot_be_built_is_a_sentence_and_status_2(config, words, 
     assert done.stderr.count("\n") == 1
 
 
+def test_what_transformers_lists_as_causal_is_read_from_its_source_without_an_import():
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    assert all(map(counted._is_listed, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    assert not any(map(counted._is_listed, ["vit", "clip", "nonesuch", "t5", None, 7]))
+
+
 def test_a_model_whose_layers_cannot_be_counted_is_refused_with_the_reason(
     answer, tmp_path, monkeypatch
 ):
