@@ -209,6 +209,11 @@ def test_a_folder_of_an_unknown_architecture_is_planned_with_its_exact_parameter
     assert answer["model"]["parameters"] == sum(p.numel() for p in model.parameters())
     assert "counted from its config" in answer["notes"][0]
     assert ("BambaMixer" in answer["notes"][0]) == (config is BAMBA)
+    (row, *_) = plan(folder, gpus=1, strategies="single").rows
+    (kept,) = (term for term in row.memory.terms if term.name == "kept for backward")
+    widened = 4 if config is BAMBA else 1
+    assert kept.bytes.high == pytest.approx(widened * kept.bytes.low)
+    assert ("4 times that at worst" in answer["notes"][0]) == (config is BAMBA)
     for method in ("full", "lora", "qlora"):  # the count is in the cache now
         for attention in ("flash", "eager"):
             for checkpointing in (False, True):

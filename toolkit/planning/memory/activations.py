@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from toolkit.jobs.shape import ModelShape
+from toolkit.jobs.shape import UNCOUNTED, ModelShape
 from toolkit.jobs.terms import BACK, FIRST, RUNNING, Interval, Term, product
 from toolkit.jobs.weights import weights_of
 from toolkit.planning.job import PlannedJob
@@ -51,6 +51,9 @@ class Activations:
 
 def activations_of(job: PlannedJob) -> Activations:
     plain = _activations(job, fused=job.attention == "flash" and not keeps_scores(job))
+    if job.model.uncounted:  # a mask's bytes are few beside this
+        more = (UNCOUNTED - 1) * plain.saved if job.checkpointing == "none" else 0.0
+        return replace(plain, masked=more, at_work_masked=UNCOUNTED * plain.at_work)
     if job.attention != "flash" or not _is_masked(job):
         return plain
     # A mask lets a kernel do what torch's own mathematics would.

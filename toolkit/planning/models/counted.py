@@ -20,7 +20,7 @@ from typing import Any, cast
 from toolkit.environment import cache_root
 from toolkit.errors import UsageError
 from toolkit.files import write_text
-from toolkit.jobs.shape import ATTENTION, Block, ModelShape, Tensor, TokenBytes
+from toolkit.jobs.shape import ATTENTION, UNCOUNTED, Block, ModelShape, Tensor, TokenBytes
 from toolkit.launching.python import package_folder, python_environment
 from toolkit.launching.supervised import supervised
 from toolkit.planning.models.reading import shown
@@ -155,6 +155,7 @@ def _shape(answer: Mapping[str, Any], name: str) -> ModelShape:
             for regime, rows in answer["kept"].items()
         },
         note=_note(answer),
+        uncounted=bool(answer["assumed"]),
         **{key: answer[key] for key in same_names.split()},
     )
 
@@ -164,7 +165,7 @@ def _note(answer: Mapping[str, Any]) -> str:
     if assumed := answer["assumed"]:
         sentences.append(
             f"Not counted: {', '.join(assumed)}. Each is taken to keep the inputs and outputs of "
-            "its linear layers."
+            f"its linear layers at least, and {UNCOUNTED} times that at worst."
         )
     if towers := answer["towers"]:
         parts = ", ".join(f"{tower} ({size:,} parameters)" for tower, size in towers.items())

@@ -290,6 +290,11 @@ def estimate_speed(
     notes = [_assumption(gpu)] if assumed else []
     if job.compile:
         notes.append(COMPILED if job.compiles else NOT_COMPILED)
+    if job.model.experts and job.strategy.shards_parameters:
+        notes.append(
+            "Every GPU gathers all experts of a layer. Expert parallelism would leave each on one "
+            "GPU and send it its tokens, which pays most between nodes: the toolkit has none."
+        )
     if job.gpus > MOST_MEASURED:
         notes.append(
             f"No measured run of more than {MOST_MEASURED} GPUs was at hand, so how fast "
