@@ -13,7 +13,7 @@ import difflib
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -134,18 +134,10 @@ _OTHER_MAKERS = re.compile(
     r"m\d( ?(pro|max|ultra))?$|intel|arc|ascend|npu|cpu"
 )
 _SHARED = (
-    "memory_bytes",
-    "compute_capability",
-    "bf16_flops",
-    "fp16_flops",
-    "tf32_flops",
-    "fp32_flops",
-    "memory_bandwidth",
-    "nvlink_bandwidth",
-    "pcie_bandwidth",
-    "per_node",
+    *("_bytes", "_flops", "_capability", "per_node"),
+    *("memory_bandwidth", "nvlink_bandwidth", "pcie_bandwidth", "host_bandwidth"),
 )
-"""What several different GPUs have only as much of as the least of them."""
+"""Ends of fields that several different GPUs have only as much of as the least of them."""
 
 BUILT_IN = Path(__file__).with_name("gpus.json")
 
@@ -192,12 +184,11 @@ def gpu(name: str, *, file: Path | None = None) -> Gpu:
 
 def _least(cards: list[Gpu]) -> Gpu:
     """Return a GPU that is the least of several in every part: each step waits for the slowest."""
-    least: dict[str, Any] = {"name": " + ".join(dict.fromkeys(card.name for card in cards))}
-    for key in _SHARED:
+    names = dict.fromkeys(card.name for card in cards)
+    least: dict[str, Any] = {"name": " + ".join(names), "mixed": len(names) > 1}
+    for key in (field.name for field in fields(Gpu) if field.name.endswith(_SHARED)):
         held = [getattr(card, key) for card in cards]
         least[key] = None if None in held else min(held)
-    if len(set(cards)) > 1:
-        least |= {"dollars_per_hour": None, "matmul_source": "", "mixed": True}
     return replace(min(cards, key=lambda card: card.memory_bytes), **least)
 
 
@@ -227,15 +218,7 @@ def _built_in_places() -> dict[str, int]:
     return words | {_word(entry["name"]): n for n, entry in enumerate(entries)}
 
 
-_REQUIRED = (
-    "name",
-    "memory_mib",
-    "compute_capability",
-    "fp16_tflops",
-    "fp32_tflops",
-    "memory_gb_per_second",
-    "pcie",
-)
+_REQUIRED = [key for key in json.loads(EXAMPLE) if key != "bf16_tflops"]
 _NUMBERS = {
     "memory_mib": ("memory_bytes", MIB, 1 << 24),
     "fp16_tflops": ("fp16_flops", TERA, 1e6),
@@ -335,28 +318,28 @@ def _entry(entry: object, file: Path) -> Gpu:
             raise UsageError(f"{where}: {key} is {value!r}. It is {expected}.")
         return value
 
-    fields: dict[str, Any] = {"name": name, "compute_capability": capability}
+    given: dict[str, Any] = {"name": name, "compute_capability": capability}
     for key, (field, unit, most) in _NUMBERS.items():
         expected = f"a number above 0, up to {most:g}"
         number = check(key, expected, partial(_is_number, most=most))
-        fields[field] = None if number is None else float(number) * unit
-    fields["memory_bytes"] = int(values["memory_mib"]) * MIB
-    fields["pcie_bandwidth"] = _pcie(values["pcie"], where)
+        given[field] = None if number is None else float(number) * unit
+    given["memory_bytes"] = int(values["memory_mib"]) * MIB
+    given["pcie_bandwidth"] = _pcie(values["pcie"], where)
     network = check("network_gbps", "Gbit/s above 0, or a list of the least and the most", _ends)
     if network is not None:
         low, high = (end * GIGA / 8 for end in _ends(network))
-        fields["network_bandwidth"] = Interval(low, high)
+        given["network_bandwidth"] = Interval(low, high)
     most = MOST_GPUS_PER_NODE
     per_node = check("gpus_per_node", f"a whole number from 1 to {most}", _is_count)
     if per_node is not None:
-        fields["per_node"] = per_node
+        given["per_node"] = per_node
     if values.get("dollars_date"):  # YAML reads a day as a date
         values = {**values, "dollars_date": str(values["dollars_date"])}
     for key in _TEXTS:
-        fields[key] = check(key, "a text", lambda value: isinstance(value, str)) or ""
+        given[key] = check(key, "a text", lambda value: isinstance(value, str)) or ""
     for key in _LISTS:
-        fields[key] = tuple(check(key, "a list of texts", _is_texts) or ())
-    return Gpu(**fields)
+        given[key] = tuple(check(key, "a list of texts", _is_texts) or ())
+    return Gpu(**given)
 
 
 def _is_number(value: object, most: float) -> bool:
