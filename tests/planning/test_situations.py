@@ -1,4 +1,4 @@
-"""Thirty situations that people ask about: answers by their properties, never by their text.
+"""Forty-one situations that people ask about: answers by their properties, never by their text.
 
 `Situation.disagreement` says where the answer differs from the one that an expert gave for it,
 and why.
@@ -337,6 +337,109 @@ SITUATIONS = [
         says=(r"zero2_offload.* would need \d+ GiB of RAM", "there are 96"),
         never=("zero2_offload", "zero3_offload"),
     ),
+    Situation(
+        number=31,
+        model="openai/gpt-oss-20b",
+        gpus=8,
+        gpu="H100",
+        strategies={"fsdp", "zero3"},
+        also=(({"lora"}, ONE_COPY),),
+        says=("stored in mxfp4", "unsloth/gpt-oss-20b-BF16"),
+    ),
+    Situation(
+        number=32,
+        model="Qwen/Qwen3-8B",
+        gpus=8,
+        gpu="H100",
+        options={"sequence": 524_288},
+        methods={"full", "lora"},
+        strategies={"context", "ulysses"},
+        levers={"checkpointing": "full", "chunked_loss": True},
+        says=("The longest row that fits a full fine-tune here", "rotary embedding scaled"),
+    ),
+    Situation(
+        number=33,
+        model=LLAMA_8B,
+        gpus=8,
+        gpu="H100",
+        options={"sequence": 1_048_576},
+        methods={None},
+        says=("Nothing fits for sure", "The longest row that fits LoRA here", r"8 x H200"),
+    ),
+    Situation(
+        number=34,
+        model="7b",
+        gpus=8,
+        gpu="A100-80",
+        options={"dollars": 56, "hours": 48, "dollars_per_hour": 0.7, "tokens": 1e9},
+        strategies={"zero1", "zero2", "fsdp"},
+        says=(r"1,000,000,000 tokens take .* hours, and 10 hours are enough for",),
+    ),
+    Situation(
+        number=35,
+        model="7b",
+        gpus=4,
+        gpu="H100,A100-80",
+        strategies={"fsdp", "zero3"},
+        says=("H100 [+] A100-80GB are planned as the smallest and the slowest",),
+    ),
+    Situation(
+        number=36,
+        model="8b",
+        gpus=1,
+        gpu="GH200",
+        options={"host_gib": 480},
+        strategies={"single"} | OFFLOADS,
+        levers={"optimizer": "paged_adamw"},
+        also=(({"lora"}, ONE_COPY),),
+    ),
+    Situation(
+        number=37,
+        model="Qwen/Qwen3-30B-A3B",
+        gpus=8,
+        gpu="H200",
+        strategies={"fsdp", "zero3"},
+        says=("Expert parallelism",),
+    ),
+    Situation(
+        number=38,
+        model="0.5b",
+        gpus=1,
+        gpu="H200",
+        strategies={"single"},
+        levers={"checkpointing": "none"},
+    ),
+    Situation(number=39, model="32b", gpus=8, gpu="H200", strategies={"fsdp", "zero3"}),
+    Situation(
+        number=40,
+        model="google/gemma-3-27b-it",
+        gpus=4,
+        gpu="A100-80",
+        options={"method": "lora"},
+        methods={"lora"},
+        strategies={"fsdp", "zero3"},
+        levers={"chunked_loss": True},
+        says=("The text part alone",),
+    ),
+    Situation(
+        number=41,
+        model="1b",
+        gpus=128,
+        gpu="H100",
+        options={"global_batch": 1024},
+        strategies={"ddp", "zero1"},
+        says=("16 nodes of 8", "network"),
+    ),
+    Situation(
+        number=42,
+        model="70b",
+        gpus=8,
+        gpu="H100",
+        options={"method": "qlora"},
+        methods={"qlora"},
+        strategies={"ddp"},
+        says=("a higher learning rate",),
+    ),
 ]
 
 
@@ -480,8 +583,8 @@ def test_what_is_said_not_to_fit_does_not_by_a_plan_of_the_strategy_that_is_name
 
 
 def test_every_situation_has_its_place():
-    # The last is a model that has to be counted, in test_counted_models.py.
-    assert [situation.number for situation in SITUATIONS] == list(range(1, 30))
+    # The thirtieth is a model that has to be counted, in test_counted_models.py.
+    assert [situation.number for situation in SITUATIONS] == [*range(1, 30), *range(31, 43)]
 
 
 def test_qlora_is_no_option_for_fused_experts_and_refused_where_it_is_asked_for():
