@@ -6,6 +6,7 @@ and why.
 
 import json
 import re
+import sys
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -16,7 +17,7 @@ from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.plan import plan
 from toolkit.planning.recommend import recommend
 from toolkit.planning.render.commands import paste_line
-from toolkit.planning.render.recommendations import option_lines
+from toolkit.planning.render.recommendations import describe_job, option_lines
 from toolkit.planning.verdict import judge
 from toolkit.strategies import STRATEGIES
 
@@ -602,3 +603,22 @@ def test_json_has_every_option_with_its_command():
         assert option["gives_up"]
         assert option["cost"] is None
     assert data["nearest"]
+
+
+def table():
+    """Yield the questions and the answers as a table of Markdown."""
+    yield "| # | model | GPUs | asked | answer | expected to worst, GiB |"
+    yield "|---|---|---|---|---|---|"
+    for number, situation in BY_NUMBER.items():
+        choice = answer(number).choice
+        said, gib = "nothing fits for sure", ""
+        if choice is not None:
+            said = f"{describe_job(choice.job)}: {choice.verdict.words}"
+            gib = f"{choice.memory.expected / GIB:.0f} to {choice.memory.worst / GIB:.0f}"
+        asked = ", ".join(f"{key} {value}" for key, value in situation.options.items())
+        where = f"{situation.gpus} x {situation.gpu}"
+        yield f"| {number} | {situation.model} | {where} | {asked} | {said} | {gib} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n".join(table()) + "\n")
