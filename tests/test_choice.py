@@ -96,14 +96,14 @@ def test_what_is_chosen_fits_and_nothing_before_it_does(facts, size, ranks):
 
 def test_what_training_refuses_and_what_this_machine_lacks_is_passed_over(facts, monkeypatch):
     order = []
-    while (chosen := choose(facts("ddp", 2), gpus(20, 20), refused=order)).fits:
+    while (chosen := choose(facts("ddp", 2), gpus(24, 24), refused=order)).fits:
         order.append(chosen.strategy)
     assert order == [name for name in train_command.ON_SEVERAL if name in order]
     assert {"fsdp", "zero3", "zero2_offload"} <= {*order}
     lacks = dict.fromkeys(train_command.OFFLOADED, "a compiler")
     monkeypatch.setattr(train_command, "missing_for", lambda strategy: lacks.get(strategy.name))
-    assert choose(facts("single", 1), gpus(20)).fits is False
-    assert choose(facts("ddp", 2), gpus(20, 20)).strategy == order[0]
+    assert choose(facts("single", 1), gpus(24)).fits is False
+    assert choose(facts("ddp", 2), gpus(24, 24)).strategy == order[0]
 
 
 def test_the_smallest_gpu_decides(facts):

@@ -291,6 +291,8 @@ def test_help_says_how_to_complete():
         (("configs", "write", "zero2", "--to", "x", "--clipping=-1"), "cannot be clipped"),
         (("configs", "write", "zero2", "--to", "x", "--accumulation", "0"), "1 step or more"),
         (("configs", "write", "zero2", "--to", "x", "--num-processes", "0"), "at least 1 process,"),
+        (("plan", "-7b"), "A count of parameters begins with no hyphen: 7b."),
+        (("plan", "7b", "--strategy", "ddp,,fsdp"), "a comma that stands beside no name"),
     ],
 )
 def test_a_mistake_is_a_sentence_and_status_2(words, says, tmp_path, command):

@@ -553,9 +553,9 @@ def recommend(
         typer.echo("\n".join(recommendations.recommendation_lines(answer)))
         if command is not None:
             typer.echo(command)
-    if answer.choice is None:
-        if write is not None:
-            typer.echo(f"Nothing fits, so nothing was written to {write}.", err=True)
+    if answer.choice is None and write is not None:
+        typer.echo(f"Nothing fits, so nothing was written to {write}.", err=True)
+    if answer.choice is None or not answer.keeps_bounds:
         raise typer.Exit(1)
 
 
@@ -693,7 +693,10 @@ def _print_json(value: object) -> None:
 
 
 def _names(text: str) -> list[str]:
-    return [name for part in text.split(",") if (name := part.strip())]
+    names = [part.strip() for part in text.split(",")]
+    if any(names) and not all(names):
+        raise UsageError(f"{text!r} has a comma that stands beside no name. Leave it out.")
+    return [name for name in names if name]
 
 
 COMMAND_LINE_ERROR: Any = typer.BadParameter.__bases__[0]
@@ -714,7 +717,9 @@ def _sentence(error: Exception) -> str | None:
     option = getattr(problem, "option_name", None)  # of one that the verb does not have
     takes_flags = "FLAGS" in str(context.command.collect_usage_pieces(context))
     typed = [word for word in sys.argv if option and _hyphened(word).startswith(option)]
-    if typed and takes_flags:
+    if typed and str(option)[1:].isdigit():
+        text += f" A count of parameters begins with no hyphen: {typed[0].lstrip('-')}."
+    elif typed and takes_flags:
         text += f" Flags of toolkit.train stand behind --: {context.command_path} -- {typed[0]} ..."
     return f"{text} See {context.command_path} --help."
 

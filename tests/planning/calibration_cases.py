@@ -236,13 +236,14 @@ def fsdp_qlora(
 Figure = Literal["at_rest", "allocated", "reserved", "total"]
 """What was measured, by the name that the estimate has for it."""
 
-WHOLE, WHOLE_ADAPTERS, SHARDED, ADAPTERS, OFFLOADED, AUTOCAST_FSDP1 = (
+WHOLE, WHOLE_ADAPTERS, SHARDED, ADAPTERS, OFFLOADED, AUTOCAST_FSDP1, FUSED = (
     "in full, whole on each GPU",
     "adapters, whole on each GPU",
     "in full, sharded",
     "adapters, sharded",
     "adapters, offloaded",
     "4-bit adapters under FSDP1 and autocast",
+    "kernels of unsloth's kind, some with Liger's",
 )
 
 
@@ -256,6 +257,13 @@ class Measured:
     figure: Figure
     gib: float
     source: str
+    stack: str = ""
+    either_unit: bool = False
+    """Its unit may be 10^9 bytes as well as 2^30: the source says GB, and not which."""
+
+    @property
+    def link(self) -> str:
+        return f"{self.source} {self.name}"
 
 
 def of_deepspeed():
@@ -425,6 +433,7 @@ def of_peft():
             ),
             figure="total",
             gib=gib,
+            either_unit=True,
             source="peft, docs/source/accelerate/fsdp.md",
         )
 

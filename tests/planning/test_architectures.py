@@ -376,6 +376,41 @@ LLAMA = {
 }
 MOE = entry_of("Qwen/Qwen3-30B-A3B").config
 
+VISUAL = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+
+
+@pytest.mark.parametrize("model_type", VISUAL)
+@pytest.mark.parametrize("tied", [False, True])
+def test_of_a_qwen_that_sees_the_text_part_is_planned_and_it_is_said(model_type, tied):
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    text = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 300}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    text |= {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(model_type, text_config=text, tie_word_embeddings=tied)
+    with torch.device("meta"):
+        whole = AutoModelForImageTextToText.from_config(config)
+    seen = dict(whole.named_parameters())
+    read = sum(tensor.numel() for name, tensor in seen.items() if "visual" not in name)
+    published = json.loads(config.to_json_string())
+    shape = shape_from_config(published, name="some/model")
+    assert shape.parameters == read
+    assert "The text part alone" in shape.note
+    assert shape.architecture in shape.note
+    flat = {key: value for key, value in published.items() if key != "text_config"}
+    flat = published["text_config"] | flat  # as the files of 2024 have it
+    assert shape_from_config(flat, name="some/model").tensors == shape.tensors
+
+
+@pytest.mark.parametrize("name", ["openai/gpt-oss-20b", "openai/gpt-oss-120b"])
+def test_weights_in_mxfp4_are_planned_as_the_copy_in_bf16_that_is_named(name):
+    shape = resolve_model(name)
+    assert shape.tensors == resolve_model(f"unsloth/{name.partition('/')[2]}-BF16").tensors
+    assert "dequantize=True" in shape.note
+    assert "-BF16" in shape.note
+
+
 REFUSED = [
     (LLAMA, {"num_hidden_layers": 10**18}, "num_hidden_layers = 1000000000000000000"),
     (LLAMA, {"num_hidden_layers": 10**5000}, "num_hidden_layers = a number of"),

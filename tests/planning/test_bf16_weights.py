@@ -19,6 +19,7 @@ from toolkit.planning.memory.formulas import compare_with_formula
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.models.resolve import resolve_model
 from toolkit.planning.of_run import job_of
+from toolkit.planning.plan import plan
 from toolkit.planning.remedies import remedies
 from toolkit.planning.render.commands import train_command
 from toolkit.planning.speed.computing import SpeedTerm
@@ -232,3 +233,18 @@ def test_the_difference_from_the_course_is_named(moments):
     assert found.differences.get("moments in bf16", 0) == (
         0 if moments == "float32" else -4 * SHAPE.parameters
     )
+
+
+def test_without_mixed_precision_weights_in_bf16_are_gathered_and_computed_in_bf16():
+    """A run of Hugging Face's Trainer on two A100s (fms-acceleration, refs/a100_80gb.csv)."""
+    asked = {"gpus": 2, "batch": 4, "sequence": 4096, "precision": "no", "dtype": "bfloat16"}
+    found = plan("mistralai/Mistral-7B-v0.1", strategies="fsdp", checkpointing=True, **asked)
+    (row,) = found.rows
+    assert row.memory.allocated.middle == pytest.approx(36_763_056_128, rel=0.03)
+    assert {(c.dtype, c.element_size) for c in collectives(row.job) if c.purpose != "norm"} == {
+        ("bfloat16", 2)
+    }
+    assert "full, pure bf16, adamw" in repr(found)
+    mixed = plan("1b", gpus=2, strategies="ddp", dtype="bfloat16").rows[0].job
+    assert mixed.compute_size == mixed.with_(precision="no").compute_size == 2
+    assert mixed.with_(precision="no", dtype="float32").compute_size == 4

@@ -35,7 +35,7 @@ from toolkit.planning.memory.activations import _recorded_tail
 from toolkit.planning.memory.autograd_memory import Regime
 from toolkit.planning.memory.counted import counted_bytes
 from toolkit.planning.memory.layers import layer_bytes
-from toolkit.planning.models import counted
+from toolkit.planning.models import counted, resolve
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.models.families import FAMILIES as TABLE
 from toolkit.planning.models.resolve import resolve_model
@@ -109,6 +109,11 @@ def folder_of(config, tmp_path):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def saved(config):
+    values = {key: value for key, value in config.items() if key != "model_type"}
+    return AutoConfig.for_model(config["model_type"], **values)
 
 
 def dictionary(family, layers=3):
@@ -193,19 +198,22 @@ def test_a_folder_of_an_unknown_architecture_is_planned_with_its_exact_parameter
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         code, said = done.returncode, done.stdout
     else:  # one process that imports all to count is enough
+        saved(config).save_pretrained(folder)  # an infinity of Bamba's as transformers writes it
         monkeypatch.setattr(counted, "_count", counted_here)
         done = CliRunner().invoke(app, words, catch_exceptions=False)
         code, said = done.exit_code, done.stdout
     assert code == 0, done.stderr
     answer = json.loads(said)
-    values = {key: value for key, value in config.items() if key != "model_type"}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(config["model_type"], **values)
-        )
+        model = AutoModelForCausalLM.from_config(saved(config))
     assert answer["model"]["parameters"] == sum(p.numel() for p in model.parameters())
     assert "counted from its config" in answer["notes"][0]
     assert ("BambaMixer" in answer["notes"][0]) == (config is BAMBA)
+    (row, *_) = plan(folder, gpus=1, strategies="single").rows
+    (kept,) = (term for term in row.memory.terms if term.name == "kept for backward")
+    widened = 4 if config is BAMBA else 1
+    assert kept.bytes.high == pytest.approx(widened * kept.bytes.low)
+    assert ("4 times that at worst" in answer["notes"][0]) == (config is BAMBA)
     for method in ("full", "lora", "qlora"):  # the count is in the cache now
         for attention in ("flash", "eager"):
             for checkpointing in (False, True):
@@ -227,6 +235,18 @@ def test_layers_of_an_unknown_architecture_keep_what_autograd_really_keeps(
             real = count_of_two_layers("cohere", attention=attention, regime=regime)
             planned = layer_bytes(shape, REGIMES[regime], 32, fused=attention == "sdpa")
             assert 2 * planned.saved == pytest.approx(real, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["mamba2", "falcon_h1", "bamba", "nemotron_h", "granitemoehybrid"]
+)
+def test_a_saved_infinity_is_read_as_transformers_reads_it(model_type, tmp_path):
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    assert "__float__" in file.read_text()
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert resolve._read(file) == config._dict_from_json_file(file)
+    assert resolve._read(file)["time_step_limit"] == list(config.time_step_limit)
 
 
 @pytest.mark.parametrize(("targets", "adapted"), [("all-linear", 7), ("attention", 4)])
@@ -312,6 +332,13 @@ def test_a_model_that_cannot_be_built_is_a_sentence_and_status_2(config, words, 
     assert done.returncode == 2
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_what_transformers_lists_as_causal_is_read_from_its_source_without_an_import():
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    assert all(map(counted._is_listed, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    assert not any(map(counted._is_listed, ["vit", "clip", "nonesuch", "t5", None, 7]))
 
 
 def test_a_model_whose_layers_cannot_be_counted_is_refused_with_the_reason(

@@ -337,7 +337,7 @@ def test_an_offload_leaves_the_scales_of_4_bit_weights_on_the_gpu():
 
 def test_what_stays_is_reserved_once_and_what_moves_with_gaps():
     """Of the same bytes: weights and states alone, and activations alone."""
-    states = estimate_memory(job("single", sequence=1, optimizer="adamw_fused"))
+    states = estimate_memory(job("single", sequence=1, optimizer="adamw_fused", measured_gpu=True))
     assert states.reserved.high < 1.15 * states.allocated.high
     rows = {"method": "qlora", "lora_rank": 1, "batch": 8, "sequence": 8192}
     moves = estimate_memory(job("single", **rows))

@@ -4,10 +4,12 @@ import json
 import re
 
 import pytest
+from speed_rows import ROWS
 
 from toolkit.errors import UsageError
 from toolkit.planning.plan import plan
-from toolkit.planning.speed.gpus import built_in_gpus, gpu, read_gpus
+from toolkit.planning.speed.estimate import MOST_MEASURED
+from toolkit.planning.speed.gpus import EXAMPLE, built_in_gpus, gpu, read_gpus
 
 GIB = 1 << 30
 
@@ -199,12 +201,67 @@ def test_an_ambiguous_name_is_refused_with_all_that_it_could_be(asked, named):
     assert all(name in str(refusal.value) for name in named)
 
 
-@pytest.mark.parametrize("asked", ["L40X", "A1000", "mi300x", "", "   ", "🙂", "x" * 10_000])
+@pytest.mark.parametrize("asked", ["L40X", "A1000", "", "   ", "🙂", "x" * 10_000])
 def test_an_unknown_gpu_is_refused_in_two_sentences(asked):
     with pytest.raises(UsageError, match="There is no GPU") as refusal:
         gpu(asked)
     assert "memory_mib" in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "asked", ["MI300X", "AMD Instinct MI250", "TPU v4", "v5e", "M3 Max", "mps"]
+)
+def test_a_gpu_of_another_maker_is_said_not_to_be_planned_and_what_to_do(asked):
+    with pytest.raises(UsageError, match="no NVIDIA GPU") as refusal:
+        gpu(asked)
+    assert "Did you mean" not in str(refusal.value)
+    assert EXAMPLE in str(refusal.value)
+
+
+def test_the_example_of_an_entry_is_one_and_all_that_an_entry_lacks_is_said_at_once(tmp_path):
+    file = tmp_path / "own.json"
+    file.write_text(EXAMPLE)
+    assert gpu("Mine", file=file).has_bf16
+    file.write_text('{"name": "Mine", "compute_capability": "9.0", "fp16_tflops": 989}')
+    with pytest.raises(UsageError) as refusal:
+        gpu("Mine", file=file)
+    for key in ("memory_mib", "bf16_tflops", "fp32_tflops", "memory_gb_per_second", "pcie"):
+        assert key in str(refusal.value).partition("An entry")[0]
+    assert EXAMPLE in str(refusal.value)
+
+
+def test_different_gpus_are_planned_as_the_least_of_them():
+    both, large, small = gpu("H100, A100-40,H100"), gpu("H100"), gpu("A100-40")
+    assert both.name == "H100 + A100-40GB"
+    assert both.memory_bytes == small.memory_bytes < large.memory_bytes
+    assert both.flops("bf16") == small.flops("bf16") < large.flops("bf16")
+    slow = gpu("A100-80,RTX 4090")
+    assert slow.memory_bytes == gpu("RTX 4090").memory_bytes
+    assert slow.nvlink_bandwidth is None
+    assert gpu("H100,T4").bf16_flops is None
+    (row,) = plan("1b", gpu="H100,A100-40", gpus=2, strategies="ddp").rows
+    assert any("the slowest of them" in note for note in row.speed.notes)
+    assert not gpu("H100,H100").mixed
+    with pytest.raises(UsageError, match="There is no GPU 'H1000'"):
+        gpu("A100-40,H1000")
+
+
+def test_an_offload_on_a_superchip_goes_over_its_own_link_to_the_host():
+    card = gpu("GH200")
+    assert card.host_link == 450e9 > card.pcie_bandwidth
+    assert gpu("H100").host_link == gpu("H100").pcie_bandwidth
+    (row,) = plan("1b", gpu="GH200", gpus=1, strategies="zero3_offload").rows
+    (copies,) = [t for t in row.speed.terms if t.name == "copies to and from the host"]
+    assert copies.inputs["link to the host"] == 450e9
+
+
+def test_the_speed_of_more_gpus_than_were_ever_measured_is_said_to_be_a_guess():
+    assert max(row.job.gpus for row in ROWS) == MOST_MEASURED
+    for gpus in (MOST_MEASURED, 100_000):
+        (row,) = plan("7b", gpu="H100", gpus=gpus, strategies="fsdp").rows
+        guessed = any("is a guess" in note for note in row.speed.notes)
+        assert guessed == (gpus > MOST_MEASURED)
 
 
 def test_a_close_name_is_proposed():

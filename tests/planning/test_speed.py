@@ -23,6 +23,7 @@ from toolkit.planning.job import PlannedJob, nodes_for
 from toolkit.planning.memory import estimate
 from toolkit.planning.memory.estimate import state_bytes
 from toolkit.planning.models.resolve import resolve_model
+from toolkit.planning.plan import plan
 from toolkit.planning.speed import rates
 from toolkit.planning.speed.computing import (
     attention_flops,
@@ -477,3 +478,15 @@ def test_no_stage_of_a_model_with_learned_positions_turns_heads():
         moved = terms["norms, activations, residuals"].seconds.high
         of_a_layer.add(round(moved / part.model.layers, 12))
     assert len(of_a_layer) == 1
+
+
+def test_a_model_with_experts_is_planned_as_wide_as_its_products_and_its_experts_as_gathered():
+    asked = {"gpu": "H100", "gpus": 8, "batch": 2, "sequence": 4096, "checkpointing": True}
+    (row,) = plan("Qwen/Qwen3-30B-A3B", strategies="fsdp", **asked).rows
+    rate = row.speed.tokens_per_second
+    assert rate.low / 8 < 3_075 < rate.high / 8  # transformers 5 under FSDP2
+    assert any("Expert parallelism" in note for note in row.speed.notes)
+    (whole,) = plan("Qwen/Qwen3-30B-A3B", strategies="ddp", **asked).rows
+    (dense,) = plan("7b", strategies="fsdp", **asked).rows
+    for other in (whole, dense):
+        assert not any("Expert parallelism" in note for note in other.speed.notes)

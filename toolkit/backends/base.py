@@ -18,7 +18,7 @@ from toolkit.jobs.config_options import ConfigOptions
 from toolkit.jobs.job import Job
 from toolkit.jobs.shape import ModelShape
 from toolkit.jobs.terms import Collective, Held, Interval, Place, StateBytes, Term
-from toolkit.jobs.weights import COMPUTE_SIZE, Tensors, Weights, weights_of
+from toolkit.jobs.weights import Tensors, Weights, weights_of
 from toolkit.strategies import DTYPE_BYTES, Strategy
 
 AnyJob = TypeVar("AnyJob", bound=Job)
@@ -289,7 +289,7 @@ class Backend:
 
     def frozen_bytes(self, job: Job, weights: Weights) -> int:
         """Return the bytes of the frozen weights."""
-        size = 4 if self.raises_frozen(job) else COMPUTE_SIZE[job.precision]
+        size = 4 if self.raises_frozen(job) else job.compute_size
         return weights.frozen.elements * size + weights.quantised_bytes + weights.quantisation_bytes
 
     def stepped_at_once(self, job: Job) -> int:
@@ -484,14 +484,14 @@ def sharded_frozen_bytes(job: Job, weights: Weights, frozen: int) -> int:
     bitsandbytes keeps 4-bit values as one column of the storage dtype, which is sharded; the scales
     are no parameters, so each rank has all of them.
     """
-    size = COMPUTE_SIZE[job.precision]
+    size = job.compute_size
     values = sum(-(-n // (2 * size) // job.shards) * size for n in weights.packed.sizes)
     return frozen * size + values + weights.quantisation_bytes
 
 
 def packed_size(job: Job) -> float:
     """Return the mean bytes of a gathered element; an element of 4 bits has half a byte."""
-    weights, size = weights_of(job), COMPUTE_SIZE[job.precision]
+    weights, size = weights_of(job), job.compute_size
     if not weights.packed.sizes:
         return size
     packed = weights.packed.elements
@@ -507,7 +507,7 @@ def packed_savings(job: Job, shard: int) -> int:
     packed = weights_of(job).packed
     if not packed.sizes:
         return 0
-    values_per_element = 2 * COMPUTE_SIZE[job.precision]
+    values_per_element = 2 * job.compute_size
     return shard * job.shards - _packed_elements(packed, job.shards, values_per_element)
 
 

@@ -32,7 +32,6 @@ from toolkit.jobs.shape import ModelShape
 from toolkit.jobs.terms import (
     FIRST,
     RUNNING,
-    SIZED,
     Collective,
     Held,
     Interval,
@@ -40,8 +39,7 @@ from toolkit.jobs.terms import (
     Term,
     product,
 )
-from toolkit.jobs.weights import COMPUTE_SIZE, Units, Weights, trained_units, units_of, weights_of
-from toolkit.strategies import COMPUTE_DTYPES, DTYPE_BYTES
+from toolkit.jobs.weights import Units, Weights, trained_units, units_of, weights_of
 
 
 class Fsdp2(Backend):
@@ -161,7 +159,7 @@ class Fsdp2(Backend):
     def buffers(self, job: Job) -> Iterator[Term]:
         units = units_of(job.model)
         size = packed_size(job)
-        compute = COMPUTE_SIZE[job.precision]
+        compute = job.compute_size
         reduce = 4 if job.reduce_in_fp32 else compute
         tail = units.tail * compute  # never packed
         inputs = {"size": size, "layer": units.layer, "tail": units.tail}
@@ -274,7 +272,7 @@ class Fsdp2(Backend):
         if not self.steps_on_cpu:
             return None
         weights, size = weights_of(job), self.weight_size(job)
-        computed = COMPUTE_SIZE[job.precision]
+        computed = job.compute_size
         held = weights.trained.elements * size + weights.frozen.elements * computed
         held += weights.packed.elements / 2
         if self.strategy.reshard_after_forward:
@@ -295,12 +293,7 @@ class Fsdp2(Backend):
 
     def collectives(self, job: Job, tokens: int, rank: int) -> tuple[Collective, ...]:
         weights, shards = weights_of(job), job.shards
-        # accelerate's mixed precision computes and reduces in the same 16 bits; without, both are
-        # as the weights are.
-        mixed = job.precision != "no"
-        size = COMPUTE_SIZE[job.precision] if mixed else self.weight_size(job)
-        base_size = size if job.method != "full" or mixed else DTYPE_BYTES[job.dtype]
-        dtype = COMPUTE_DTYPES[job.precision] if mixed else SIZED[size]
+        size, dtype = job.compute_size, job.computes_in  # accelerate computes and reduces in one
         once, again = _fsdp_units(job.model, shards)
         gradients = weights.trained.chunked(shards) * shards
         again += weights.adapters.chunked(shards) * shards
@@ -327,7 +320,7 @@ class Fsdp2(Backend):
                 kind="all_gather",
                 purpose="parameters",
                 elements=once + again * gathers,
-                element_size=base_size,
+                element_size=size,
                 dtype=dtype,
                 times=job.accumulation,
                 calls=units * 2,
@@ -340,7 +333,7 @@ class Fsdp2(Backend):
                     "once": once,
                     "twice": again,
                     "gathers": gathers,
-                    "size": base_size,
+                    "size": size,
                     "micro-batches": job.accumulation,
                 },
                 **inside,

@@ -17,8 +17,7 @@ from toolkit.errors import UsageError
 from toolkit.jobs.job import Job
 from toolkit.jobs.shape import ModelShape, Tensor
 from toolkit.jobs.terms import RUNNING, SIZED, Collective, Interval, Term
-from toolkit.jobs.weights import COMPUTE_SIZE
-from toolkit.strategies import COMPUTE_DTYPES, DTYPE_BYTES
+from toolkit.strategies import DTYPE_BYTES
 
 BY_INPUTS: Final = re.compile(r"\.(?:o_proj|down_proj|dense|dense_4h_to_h|fc2|c_proj)\.weight$")
 """Matrices that write the hidden state: each rank holds some inputs and all outputs."""
@@ -131,9 +130,7 @@ def exchanged(job: Job, model: ModelShape, tokens: int) -> Iterator[Collective]:
     each matrix that reads it, in the dtype of the residual stream.
     """
     size = job.strategy.tensor
-    computed, held = COMPUTE_SIZE[job.precision], DTYPE_BYTES[job.dtype]
-    if job.precision == "no":
-        computed = held
+    computed, held = job.compute_size, DTYPE_BYTES[job.dtype]
     widths = tokens * model.hidden_size
     passes = 2 if job.checkpointing == "full" else 1
     per_node = job.gpus // job.nodes
@@ -166,7 +163,7 @@ def exchanged(job: Job, model: ModelShape, tokens: int) -> Iterator[Collective]:
             kind="all_gather",
             elements=tokens * model.vocab_size,
             element_size=computed,
-            dtype=COMPUTE_DTYPES[job.precision],
+            dtype=job.computes_in,
             calls=job.accumulation,
             formula="tokens * vocabulary * size: the logits",
             inputs={"tokens": tokens, "vocabulary": model.vocab_size, "size": computed},

@@ -23,8 +23,6 @@ from toolkit.jobs.config_options import ConfigOptions
 from toolkit.jobs.job import Job
 from toolkit.jobs.shape import ModelShape
 from toolkit.jobs.terms import BACK, FIRST, RUNNING, Collective, Interval, Term
-from toolkit.jobs.weights import COMPUTE_SIZE
-from toolkit.strategies import COMPUTE_DTYPES
 
 
 class SplitRows(Backend):
@@ -83,7 +81,7 @@ class SplitRows(Backend):
 
     def exchanges(self, job: Job, part: Job, tokens: int) -> Iterator[Term]:
         """Yield the results of attention, for its backward and again for the product behind it."""
-        model, size = job.model, COMPUTE_SIZE[job.precision]
+        model, size = job.model, job.compute_size
         results = tokens * model.heads * model.head_dim * size
         layers = 1 if job.checkpointing == "full" else model.layers
         yield Term(
@@ -117,7 +115,7 @@ class Ring(SplitRows, Fsdp2):
     def exchanges(self, job: Job, part: Job, tokens: int) -> Iterator[Term]:
         """Yield also the keys and values of whole rows, and what is added up in fp32."""
         yield from super().exchanges(job, part, tokens)
-        model, size = job.model, COMPUTE_SIZE[job.precision]
+        model, size = job.model, job.compute_size
         own = tokens * exchanged_width(model) * 4
         rows = 2 * tokens * part.pieces * model.kv_heads * model.head_dim * size
         yield Term(
@@ -135,7 +133,7 @@ class Ring(SplitRows, Fsdp2):
         backward; gradients go around in fp32, with one call for each rank.
         """
         ranks = self.part(job).pieces
-        model, size = job.model, COMPUTE_SIZE[job.precision]
+        model, size = job.model, job.compute_size
         passes = 2 if job.checkpointing == "none" else 3
         shared = self.among_pieces(job, ranks)
         width = 2 * model.kv_heads * model.head_dim
@@ -145,7 +143,7 @@ class Ring(SplitRows, Fsdp2):
                 kind="all_gather",
                 elements=tokens * width * model.layers * passes,
                 element_size=size,
-                dtype=COMPUTE_DTYPES[job.precision],
+                dtype=job.computes_in,
                 calls=model.layers * passes * job.accumulation,
                 formula="tokens * (keys, values) * layers * passes * size",
                 inputs=inputs | {"passes": passes, "size": size},
@@ -198,7 +196,7 @@ class Ulysses(SplitRows, Zero3):
         deepspeed 0.19.8, ulysses_sp.py.
         """
         yield from super().exchanges(job, part, tokens)
-        size = COMPUTE_SIZE[job.precision]
+        size = job.compute_size
         copied = tokens * exchanged_width(job.model) * size
         yield Term(
             category="temporaries",
@@ -219,7 +217,7 @@ class Ulysses(SplitRows, Zero3):
     def collectives(self, job: Job, tokens: int, rank: int) -> tuple[Collective, ...]:
         """Return the swaps around attention, tokens for heads and back, and ZeRO-3's own calls."""
         ranks = self.part(job).pieces
-        model, size = job.model, COMPUTE_SIZE[job.precision]
+        model, size = job.model, job.compute_size
         passes = 3 if job.checkpointing != "none" else 2
         swap = self.among_pieces(job, ranks)
         width = exchanged_width(model)
@@ -228,7 +226,7 @@ class Ulysses(SplitRows, Zero3):
                 kind="all_to_all",
                 elements=tokens // ranks * width * model.layers * passes,
                 element_size=size,
-                dtype=COMPUTE_DTYPES[job.precision],
+                dtype=job.computes_in,
                 calls=4 * model.layers * passes * job.accumulation,
                 formula=(
                     "tokens / ranks * (queries, keys, values, results) * layers * passes * size"

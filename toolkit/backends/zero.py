@@ -59,8 +59,8 @@ from toolkit.jobs.terms import (
     Term,
     product,
 )
-from toolkit.jobs.weights import COMPUTE_SIZE, Tensors, Weights, units_of, weights_of
-from toolkit.strategies import COMPUTE_DTYPES, DTYPE_BYTES, DTYPES
+from toolkit.jobs.weights import Tensors, Weights, units_of, weights_of
+from toolkit.strategies import DTYPE_BYTES, DTYPES
 
 FLAT_ALIGNMENT = 2
 """ZeRO-1 and 2 pad each flat group to this many elements a rank (`nccl_start_alignment_factor`)."""
@@ -133,7 +133,7 @@ class DeepSpeed(Backend):
                 f"{self.strategy.name} computes in fp32 with weights in fp32 only, and these are "
                 f"loaded in {job.dtype}. Ask for precision bf16 or fp16, or for float32 weights."
             )
-        return COMPUTE_SIZE[job.precision]
+        return job.compute_size
 
     def pieces(self, job: Job) -> tuple[int, ...]:
         """Return the elements of each part of a rank's partition that is stepped at once."""
@@ -198,7 +198,7 @@ class DeepSpeed(Backend):
             purpose="gradients",
             elements=elements,
             element_size=size,
-            dtype=dtype or COMPUTE_DTYPES[job.precision],
+            dtype=dtype or job.computes_in,
             times=times,
             calls=-(-elements // zero_settings(job).reduce_bucket),
             ranks=job.gpus,
@@ -328,7 +328,7 @@ class Flat(DeepSpeed):
                 purpose="parameters",
                 elements=flat,
                 element_size=size,
-                dtype=COMPUTE_DTYPES[job.precision],
+                dtype=job.computes_in,
                 calls=len(weights.groups),
                 ranks=job.gpus,
                 nodes=job.nodes,
@@ -622,7 +622,7 @@ class Zero3(DeepSpeed):
             kind="all_gather",
             purpose="parameters",
             element_size=size,
-            dtype=COMPUTE_DTYPES[job.precision],
+            dtype=job.computes_in,
             ranks=job.gpus,
             nodes=job.nodes,
         )

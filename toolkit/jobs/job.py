@@ -9,7 +9,7 @@ from typing import Any, Self
 from toolkit.errors import UsageError
 from toolkit.jobs.options import Checkpointing, JobOptions, MomentsDtype, Precision
 from toolkit.jobs.shape import ModelShape
-from toolkit.strategies import Strategy
+from toolkit.strategies import COMPUTE_DTYPES, DTYPE_BYTES, Strategy
 
 MOST_GPUS = 100_000
 MOST_TOKENS = 100_000_000
@@ -66,6 +66,9 @@ class Job(JobOptions):
 
     on_cpu: bool = False
     """A rehearsal: offloaded states lie in the same memory, and AdamW steps tensor by tensor."""
+
+    measured_gpu: bool = False
+    """The GPU is one whose reserved bytes were measured with this stack, and so less uncertain."""
 
     gradient_clipping: float = 1.0
     gradient_as_bucket_view: bool = False
@@ -154,6 +157,17 @@ class Job(JobOptions):
     def reductions(self) -> int:
         """FSDP and DDP: how often gradients are reduced in an optimizer step."""
         return self.accumulation if self.sync_each_batch else 1
+
+    @property
+    def computes_in(self) -> str:
+        """The dtype of products: without mixed precision, that of the weights that are trained."""
+        pure = self.precision == "no" and self.method == "full"
+        return self.dtype if pure else COMPUTE_DTYPES[self.precision]
+
+    @property
+    def compute_size(self) -> int:
+        """Bytes of an element of that dtype."""
+        return DTYPE_BYTES[self.computes_in]
 
     @property
     def shards(self) -> int:

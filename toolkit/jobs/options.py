@@ -200,6 +200,9 @@ class RecommendOptions:
     dollars_per_hour: Price = None
     """None takes the table's where it has one."""
 
+    dollars: Annotated[float | None, Flag("The most that the training may cost.")] = None
+    hours: Annotated[float | None, Flag("The longest that it may take.")] = None
+
 
 P = ParamSpec("P")
 Model = TypeVar("Model")

@@ -14,10 +14,6 @@ from toolkit.errors import UsageError
 from toolkit.jobs.job import Job
 from toolkit.jobs.options import LoraTargets, Method
 from toolkit.jobs.shape import ModelShape, Tensor
-from toolkit.strategies import COMPUTE_DTYPES, DTYPE_BYTES
-
-COMPUTE_SIZE = {precision: DTYPE_BYTES[dtype] for precision, dtype in COMPUTE_DTYPES.items()}
-"""Bytes of an element in the compute dtype."""
 
 NF4_BLOCK = 64
 """Number of weights that share one scale in 4-bit loading (bitsandbytes 0.50, functional.py)."""

@@ -225,6 +225,7 @@ def plan(model: str | Path | ModelShape, options: PlanOptions) -> Plan:
     ]
     values: dict[str, Any] = {f.name: getattr(options, f.name) for f in fields(JobOptions)}
     values |= {"sequence": sequence, "precision": precision}
+    values["measured_gpu"] = gpu is not None and gpu.measured
     values["nodes"] = _nodes(options, gpu, notes)
     full = "full" if options.checkpointing else "none"
     values["checkpointing"] = "selective" if options.selective else full

@@ -26,6 +26,17 @@ def why_nothing_fits(closest: Candidate) -> str:
     )
 
 
+def of_bounds(choice: Candidate, most_hours: float, tokens: int | None) -> str:
+    """Return what the hours that are allowed are enough for."""
+    rate = choice.speed.tokens_per_second
+    few, many = (f"{end * most_hours * 3600 / 1e6:,.3g}" for end in (rate.low, rate.high))
+    enough = f"{most_hours:,.3g} hours are enough for {few} to {many} million tokens"
+    if tokens is None:
+        return f"{enough[:1].upper()}{enough[1:]} (--tokens says how many there are)."
+    hours = (f"{tokens / end / 3600:,.3g}" for end in (rate.high, rate.low))
+    return f"{tokens:,} tokens take {' to '.join(hours)} hours, and {enough}."
+
+
 def reasons_for(
     choice: Candidate, ranked: Sequence[Candidate], looked_at: Sequence[Candidate], goal: Goal
 ) -> Iterator[str]:
@@ -91,7 +102,7 @@ def _of_split(
         leanest = max(tried, key=lambda candidate: candidate.verdict.worst_margin_bytes)
         return f"{name} {_short(leanest)}"
     meshes = search.in_sizes(STRATEGIES[name])
-    problems = dict.fromkeys(filter(None, map(search.split_problem, meshes)))
+    problems = dict.fromkeys(filter(None, map(search.problem, meshes)))
     return f"{name} was left out, since {next(iter(problems)).rstrip('.')}" if problems else None
 
 
@@ -219,9 +230,12 @@ def _passed_over(training: Training, looked_at: Sequence[Candidate]) -> Iterator
     of_training = [candidate for candidate in looked_at if candidate.training == training]
     offloaded = [c for c in of_training if c.memory.host_bytes.high]
     on_gpus = [candidate for candidate in of_training if candidate not in offloaded]
-    if on_gpus:
+    if any(candidate.fits for candidate in of_training):
+        yield f"{training.name[:1].upper()}{training.name[1:]} fits, and takes longer than may be."
+    elif on_gpus:
         best = max(on_gpus, key=lambda candidate: candidate.verdict.worst_margin_bytes)
-        yield f"Under any strategy without offload, {training.name} {_short(best)}."
+        name = best.job.strategy.name
+        yield f"Without offload, {training.name} comes nearest under {name}, and {_short(best)}."
     short = [candidate for candidate in offloaded if candidate.verdict.host_short]
     if short:
         least = min(short, key=lambda candidate: candidate.verdict.host_needed.high)

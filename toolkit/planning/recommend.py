@@ -93,6 +93,12 @@ class Recommendation(Rendered):
     learning_rate: LearningRate
     """Of the choice."""
 
+    most_hours: float | None = None
+    """What `hours` and `dollars` allow; None where neither was given."""
+
+    keeps_bounds: bool = True
+    """Whether the choice trains all tokens in these hours for sure."""
+
 
 @with_keywords(RecommendOptions)
 def recommend(model: str | Path | ModelShape, options: RecommendOptions) -> Recommendation:
@@ -112,9 +118,17 @@ def recommend(model: str | Path | ModelShape, options: RecommendOptions) -> Reco
         **{f.name: getattr(options, f.name) for f in fields(options) if f.name in shared},
     )
     search = _search(start, options)
+    most_hours = _most_hours(start, options)
+
+    def in_time(candidate: Candidate) -> bool:
+        if most_hours is None or start.tokens is None:
+            return True
+        return cost(candidate.speed, start.tokens, None).hours.high <= most_hours
+
     trainings = _trainings(start.model, options)
     looked_at: list[Candidate] = []
     ranked: list[Candidate] = []
+    first: list[Candidate] = []
     for training, offloads in _in_turn(trainings, options.host_gib is not None):
         on_gpus = WHOLE + SHARDED + SPLIT
         found = search.offloaded(training) if offloads else search.under(on_gpus, training)
@@ -124,8 +138,10 @@ def recommend(model: str | Path | ModelShape, options: RecommendOptions) -> Reco
         fitting = [candidate for candidate in found if candidate.fits]
         unconditional = [c for c in fitting if c.verdict.answer == "fits"]
         ranked = rank(unconditional or fitting, options.goal)
-        if ranked:
+        first = first or ranked
+        if ranked := [candidate for candidate in ranked if in_time(candidate)]:
             break
+    ranked = ranked or first
     choice = ranked[0] if ranked else None
     closest = None
     if choice is None:
@@ -138,6 +154,8 @@ def recommend(model: str | Path | ModelShape, options: RecommendOptions) -> Reco
         assert closest is not None
         sentences.append(reasons.why_nothing_fits(closest))
     else:
+        if most_hours is not None:
+            sentences.append(reasons.of_bounds(choice, most_hours, start.tokens))
         sentences += reasons.reasons_for(choice, ranked, looked_at, options.goal)
     for leanest in _missed(choice, closest, looked_at):
         ways = list(ways_out(leanest.job, leanest.room))
@@ -164,7 +182,23 @@ def recommend(model: str | Path | ModelShape, options: RecommendOptions) -> Reco
         nearest=tuple(nearest),
         reasons=tuple(dict.fromkeys(sentences)),
         learning_rate=_rate(choice or closest or search.base, search, options),
+        most_hours=most_hours,
+        keeps_bounds=choice is not None and in_time(choice),
     )
+
+
+def _most_hours(start: Plan, options: RecommendOptions) -> float | None:
+    """Return the hours that the bounds on time and money allow, None without any."""
+    bounds = [] if options.hours is None else [positive("hours", options.hours)]
+    if options.dollars is not None:
+        if start.dollars_per_hour is None:
+            raise UsageError(
+                "dollars needs the price of a GPU: give --dollars-per-hour too, or name it in a "
+                "file (--gpu-file)."
+            )
+        price = start.dollars_per_hour * options.gpus
+        bounds.append(positive("dollars", options.dollars) / price)
+    return min(bounds, default=None)
 
 
 def _search(start: Plan, options: RecommendOptions) -> Search:
@@ -185,7 +219,7 @@ def _search(start: Plan, options: RecommendOptions) -> Search:
     whole = not isinstance(rows, bool) and rows > 0
     if whole and rows % gpus and options.method in (None, "full"):
         splits = [each for name in SPLIT for each in search.in_sizes(STRATEGIES[name])]
-        if any(map(search.has_place, splits)):
+        if any(search.has_place(split) and search.can_step(split) for split in splits):
             return search
     if not whole or rows % gpus:
         raise UsageError(

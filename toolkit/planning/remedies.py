@@ -213,6 +213,7 @@ def _bigger_gpu(job: PlannedJob, room: Room) -> Changed | None:
     if not enough:
         return None
     gpu = min(enough, key=lambda gpu: gpu.memory_bytes)
+    job = job.with_(measured_gpu=gpu.measured)
     count = f"{job.gpus} x {gpu.name}" if job.gpus > 1 else f"one {gpu.name}"
     return Changed(count, "another price", job, replace(room, gpu_bytes=gpu.memory_bytes))
 

@@ -196,16 +196,13 @@ class Search:
             return False
         if self.global_rows % strategy.data_parallel_size(job.gpus):
             return False  # some ranks would have no rows
-        if backend.splits_model:
-            return self.split_problem(strategy) is None
-        if backend.splits_rows:
-            sharing = strategy.sequence_size(job.gpus)
-            return job.sequence >= LONG_ROW and not (backend.split_problem(sharing, job.model))
+        if backend.splits_rows and job.sequence < LONG_ROW:
+            return False
         # Replicas in one node only cost memory.
-        return job.nodes > 1 or not backend.takes_replicas()
+        return self.problem(strategy) is None and (job.nodes > 1 or not backend.takes_replicas())
 
-    def split_problem(self, strategy: Strategy) -> str | None:
-        """Say why a strategy cannot split the model; None where it can."""
+    def problem(self, strategy: Strategy) -> str | None:
+        """Say why a strategy cannot take the job, or split its model; None where it can."""
         try:
             job = self.base.job.with_(strategy=strategy)
             job.backend.part(job)

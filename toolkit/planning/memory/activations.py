@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from toolkit.jobs.shape import ModelShape
+from toolkit.jobs.shape import UNCOUNTED, ModelShape
 from toolkit.jobs.terms import BACK, FIRST, RUNNING, Interval, Term, product
-from toolkit.jobs.weights import COMPUTE_SIZE, weights_of
+from toolkit.jobs.weights import weights_of
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.autograd_memory import FP32, Regime, Value
 from toolkit.planning.memory.counted import counted_bytes
@@ -51,6 +51,9 @@ class Activations:
 
 def activations_of(job: PlannedJob) -> Activations:
     plain = _activations(job, fused=job.attention == "flash" and not keeps_scores(job))
+    if job.model.uncounted:  # a mask's bytes are few beside this
+        more = (UNCOUNTED - 1) * plain.saved if job.checkpointing == "none" else 0.0
+        return replace(plain, masked=more, at_work_masked=UNCOUNTED * plain.at_work)
     if job.attention != "flash" or not _is_masked(job):
         return plain
     # A mask lets a kernel do what torch's own mathematics would.
@@ -230,7 +233,7 @@ def dequantised_term(job: PlannedJob) -> Iterator[Term]:
     """Yield the 4-bit weight that is dequantised for a product, forward and backward."""
     largest = weights_of(job).packed.largest
     if largest:
-        factors = {"size": COMPUTE_SIZE[job.precision], "largest linear layer": largest}
+        factors = {"size": job.compute_size, "largest linear layer": largest}
         yield product("temporaries", "a 4-bit weight dequantised for its product", factors, BACK)
 
 
@@ -260,7 +263,7 @@ def _is_masked(job: PlannedJob) -> bool:
 
 def _masked(job: PlannedJob) -> float:
     """Return what a fused kernel needs in addition for rows padded to the longest."""
-    model, size = job.model, COMPUTE_SIZE[job.precision]
+    model, size = job.model, job.compute_size
     layers = 1 if job.checkpointing == "full" else model.layers
     copies = 2 * max(0, model.heads - model.kv_heads) * model.head_dim * job.micro_tokens
     return float(size * (copies + job.batch * job.sequence**2) * layers)
@@ -274,7 +277,7 @@ def _mask(job: PlannedJob) -> float:
     """Return the bytes of the mask that eager attention adds to the scores of all layers."""
     if job.attention == "flash":
         return 0.0
-    return float(job.batch * job.sequence**2 * COMPUTE_SIZE[job.precision])
+    return float(job.batch * job.sequence**2 * job.compute_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

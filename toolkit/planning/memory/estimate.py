@@ -78,7 +78,10 @@ Hopper (torch, CUDABlas.cpp). They are torch's own allocations. On an H200 with 
 
 CONTEXT = Interval(0.47e9, 0.92e9)
 """CUDA context on an A100 with torch 2.1: 0.47 GB with modules loaded lazily, CUDA's default since
-12.2, and 0.92 GB eagerly (ml-engineering). On an H200 with torch 2.11: 0.85 to 0.88 GB."""
+12.2, and 0.92 GB eagerly (ml-engineering)."""
+
+CONTEXT_MEASURED = Interval(0.85e9, 0.88e9)
+"""On an H200 with torch 2.11 (benchmarks/results/2026-11-26-gpu-kit.json)."""
 
 COMMUNICATOR = Interval(544e6, 1.6e9)
 """A group of ranks in NCCL: 544 MB for two ranks on A100s with NVLink, 688 MB for more (nccl#964),
@@ -369,7 +372,10 @@ def _gradient_terms(
 
 
 def _outside_terms(job: PlannedJob) -> Iterator[Term]:
-    yield Term(category="context", name="CUDA context", bytes=CONTEXT, formula="measured elsewhere")
+    size, formula = CONTEXT, "measured elsewhere"
+    if job.measured_gpu:
+        size, formula = CONTEXT_MEASURED, "measured on this GPU"
+    yield Term(category="context", name="CUDA context", bytes=size, formula=formula)
     if job.gpus > 1:
         groups = job.backend.communicators(job)
         yield Term(
@@ -409,13 +415,24 @@ MOVING: dict[Kind, Interval] = {
     "checkpointed": Interval(1.10, 1.40),
     "logits": Interval(1.12, 1.58),
 }
-"""Factor on what moves, without expandable segments. With them, nine of ten published runs reserve
-between the two ends: those of answer.ai's fsdp_qlora, torchtitan, fms-acceleration, and Hugging
-Face's guide to one GPU (benchmarks/planner_measured.py). On an H200 with torch 2.11 plain jobs
+"""Factor on what moves, without expandable segments. On an H200 with torch 2.11 plain jobs
 reserved 1.02 to 1.15 of it, and one of 3B parameters 1.41; jobs with checkpointing 1.10 to 1.27,
 and where most of what moves is logits, tensors of gigabytes, 1.30 to 1.57
 (benchmarks/results/2026-11-26-gpu-kit.json). Published plain jobs, of BERT with 13 GiB or less,
 reserved 1.22 to 1.40."""
+
+LEAST_ELSEWHERE = 1.0
+"""The least of these factors on a GPU, or with a release, that the committed rows are not of."""
+
+MORE_ON_SEVERAL = 0.2
+"""Addition to the most of them where several GPUs work together, or states are offloaded. Nine of
+ten published rows that constants may be fitted to are inside then (benchmarks/planner_measured.py).
+"""
+
+OTHER_SIZES = 1.1
+"""Share by which the smaller of two sets of blocks adds to the larger, off the committed rows:
+those of the step and those before it have other sizes. In bf16, PowerLM-3b and Mistral-7B had 1.04
+to 1.09, others 0.3 to 0.8 (fms-acceleration). Expandable segments grow as needed."""
 
 EXPANDABLE: dict[Kind, Interval] = {
     "plain": Interval(1.0, 1.12),
@@ -442,12 +459,19 @@ class Pools:
     communicating: Interval
     """Bytes that a stream of communication uses."""
 
+    stepping: float
+    """The most bytes of those that move, in the optimizer's step or before it: the smaller."""
+
     kind: Kind
+    on: Literal["measured", "one", "several"]
+    """GPUs that it runs on: one with committed rows, another one, or several or offloaded."""
 
     def reserved(self, *, expandable: bool) -> Interval:
         """Return the bytes that the allocator reserves."""
-        factor = self._factor(expandable=expandable)
-        reserved = self.staying * STAYING + self.moving * factor + self.communicating
+        moved = self.moving * self._factor(expandable=expandable)
+        if not (expandable or self.on == "measured"):
+            moved.high = max(moved.high, self.moving.high + OTHER_SIZES * self.stepping)
+        reserved = self.staying * STAYING + moved + self.communicating
         if expandable:  # pages that one stream has freed serve another one when memory is short
             return reserved
         # One set of blocks more, requested while the other stream still reads the first.
@@ -458,12 +482,19 @@ class Pools:
         factor = self._factor(expandable=expandable)
         formula = f"{STAYING.low:g} to {STAYING.high:g} * staying"
         formula += f" + {factor.low:g} to {factor.high:g} * moving"
+        if not (expandable or self.on == "measured"):
+            formula += f", or moving + {OTHER_SIZES:g} * other sizes if more,"
         if self.communicating.high:
             formula += " + communicating" + ("" if expandable else ", up to its least again")
         return f"{formula} - allocated"
 
     def _factor(self, *, expandable: bool) -> Interval:
-        return (EXPANDABLE if expandable else MOVING)[self.kind]
+        factor = (EXPANDABLE if expandable else MOVING)[self.kind]
+        if self.on == "measured":
+            return factor
+        if self.on == "one":
+            return Interval(LEAST_ELSEWHERE, factor.high)
+        return Interval(factor.low, factor.high + MORE_ON_SEVERAL)
 
     @property
     def inputs(self) -> dict[str, float | str]:
@@ -473,7 +504,8 @@ class Pools:
             "moving": self.moving,
             "communicating": self.communicating,
         }
-        return {name: held.middle for name, held in named.items() if held.high}
+        inputs: dict[str, float | str] = {n: held.middle for n, held in named.items() if held.high}
+        return inputs | {"other sizes": self.stepping}
 
 
 def pools_of(job: PlannedJob, terms: Sequence[Term]) -> Pools:
@@ -487,11 +519,16 @@ def pools_of(job: PlannedJob, terms: Sequence[Term]) -> Pools:
     rest = [term for term in on_gpu if term.phases != PHASES]
     moving = most([term for term in rest if not term.communicated])
     logits = most([term for term in rest if term.category == "logits"])
+    by_phase = sums_by_phase(term for term in rest if not term.communicated)
+    before = max(by_phase[phase].high for phase in RUNNING)
+    alone = job.gpus == 1 and not job.strategy.offloads
     return Pools(
         staying=Interval.total(term.bytes for term in on_gpu if term.phases == PHASES),
         moving=moving,
         communicating=most([term for term in rest if term.communicated]),
+        stepping=min(by_phase["step"].high, before),
         kind=_kind(job, are_logits=logits.high > MOSTLY * moving.high),
+        on="several" if not alone else "measured" if job.measured_gpu else "one",
     )
 
 

@@ -7,7 +7,6 @@ from functools import lru_cache
 
 from toolkit.jobs.options import LoraTargets
 from toolkit.jobs.shape import ModelShape
-from toolkit.jobs.weights import COMPUTE_SIZE
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.autograd_memory import FP32, Regime, Tape, Value
 from toolkit.planning.memory.counted import counted_bytes
@@ -45,7 +44,7 @@ def regime_of(job: PlannedJob) -> Regime:
 
 
 def _regime_of(job: PlannedJob) -> Regime:
-    compute, backend = COMPUTE_SIZE[job.precision], job.backend
+    compute, backend = job.compute_size, job.backend
     if backend.casts_weights or job.precision == "no":
         autocast = backend.autocasts(job)
         return Regime(compute=compute, weight=compute, autocast=autocast, adapter=compute)
@@ -68,8 +67,8 @@ def keeps_scores(job: PlannedJob) -> bool:
     in 16 bits, and memory-efficient attention wants as many keys as queries (torch 2.11). Where
     ranks share rows, attention is another, and not measured in fp32.
     """
-    model, block = job.model, job.model.block
-    if job.precision != "no" or job.attention != "flash" or job.on_cpu or job.backend.splits_rows:
+    model, block, elsewhere = job.model, job.model.block, job.on_cpu or job.backend.splits_rows
+    if job.compute_size != FP32 or job.attention != "flash" or elsewhere:
         return False
     if model.counted is not None and not any(key.endswith("-eager") for key in model.counted):
         return False

@@ -19,7 +19,8 @@ class UnknownArchitectureError(UsageError):
 def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     """Return the shape of the model that `AutoModelForCausalLM.from_config` would build.
 
-    For a multimodal Gemma 3, it is the shape of the text part, and `note` says so.
+    For a multimodal Gemma 3 or Qwen, it is the shape of the text part, and `note` says so. Weights
+    in mxfp4 are taken as the ones in bf16 that they become.
 
     Raises:
         UsageError: the architecture is unknown or no causal LM, the weights are quantised, or a
@@ -233,8 +234,20 @@ def _opt_extras(widths: Mapping[str, int], flags: set[str]) -> set[str]:
     return extras
 
 
-_TEXT_PARTS = {"gemma3": "gemma3_text"}
+_TEXT_PARTS = {
+    "gemma3": "gemma3_text",
+    "qwen2_vl": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+}
 """Multimodal configs -> the known family of their text part, which is built as a causal LM."""
+
+_MXFP4 = (
+    "Its weights are stored in mxfp4, which is not trained: transformers makes bf16 of them "
+    "(Mxfp4Config(dequantize=True)), and that is planned. toolkit.train takes a copy in bf16, such "
+    "as unsloth/gpt-oss-20b-BF16."
+)
 
 
 def _text_part(config: object, name: str) -> tuple[Mapping[str, Any], str]:
@@ -243,22 +256,27 @@ def _text_part(config: object, name: str) -> tuple[Mapping[str, Any], str]:
         raise UsageError(f"{name}: config.json holds {shown(config)}. It should be an object.")
     config = cast("Mapping[str, Any]", config)
     model_type = config.get("model_type")
+    quantised = config.get("quantization_config")
+    if isinstance(quantised, Mapping) and "mxfp4" in cast("Mapping[str, Any]", quantised).values():
+        return {key: config[key] for key in config if key != "quantization_config"}, _MXFP4
     if not isinstance(model_type, str) or model_type not in _TEXT_PARTS:
         return config, ""
-    text = config.get("text_config")
+    text = config.get("text_config", config if "hidden_size" in config else None)
     if not isinstance(text, Mapping):
         raise UsageError(
             f"{name}: config.json says text_config = {shown(text)}. It should be an object that "
             f"describes the text part of this {model_type}."
         )
     part = {**cast("Mapping[str, Any]", text), "model_type": _TEXT_PARTS[model_type]}
+    if model_type != "gemma3":  # of a Qwen, the whole model says it
+        part["tie_word_embeddings"] = config.get("tie_word_embeddings", False)
+    if quantised:
+        part["quantization_config"] = quantised
     # Older files name a parent class or the multimodal class here.
     part.pop("architectures", None)
-    if "quantization_config" in config:
-        part["quantization_config"] = config["quantization_config"]
     return part, (
         "The text part alone: the vision tower and its projector are left out, "
-        "as if it were loaded as Gemma3ForCausalLM."
+        f"as if it were loaded as {FAMILIES[_TEXT_PARTS[model_type]].architecture}."
     )
 
 
@@ -281,22 +299,20 @@ def _family(config: Mapping[str, Any], name: str) -> Family:
             f"architecture, one of: {', '.join(FAMILIES)}."
         )
     causal = not classes or any(end in classes[0] for end in ("ForCausalLM", "LMHeadModel"))
-    if model_type not in FAMILIES:
-        no_causal_lm = "" if causal else " It is no causal LM either, going by that class."
-        # transformers also builds the text part of some multimodal models as causal LMs.
-        countable = causal or classes[0].endswith("ForConditionalGeneration")
-        error = UnknownArchitectureError if countable else UsageError
-        raise error(
-            f"{name}: the planner doesn't know the architecture {shown(model_type)}"
-            f"{_in_brackets(classes)} and won't guess its shape.{no_causal_lm} "
-            f"It knows: {', '.join(FAMILIES)}."
-        )
-    if not causal:
+    family = FAMILIES.get(model_type)
+    # transformers also builds the text part of some multimodal models as causal LMs.
+    if not causal and (family or not classes[0].endswith("ForConditionalGeneration")):
         raise UsageError(
-            f"{name} is a {shown(classes[0])}, no causal LM. Plan with the "
-            f"{FAMILIES[model_type].architecture} it is made from."
+            f"{name} is a {shown(classes[0])}, which is no causal LM: an encoder, a model of "
+            "embeddings, or another with no head that predicts tokens. Plan with "
+            f"{f'the {family.architecture} it is made from' if family else 'a causal LM'}."
         )
-    return FAMILIES[model_type]
+    if family is None:
+        raise UnknownArchitectureError(
+            f"{name}: the planner doesn't know the architecture {shown(model_type)}"
+            f"{_in_brackets(classes)} and won't guess its shape. It knows: {', '.join(FAMILIES)}."
+        )
+    return family
 
 
 def _in_brackets(classes: list[str]) -> str:

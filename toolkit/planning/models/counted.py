@@ -13,19 +13,22 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 from toolkit.environment import cache_root
 from toolkit.errors import UsageError
 from toolkit.files import write_text
-from toolkit.jobs.shape import ATTENTION, Block, ModelShape, Tensor, TokenBytes
+from toolkit.jobs.shape import ATTENTION, UNCOUNTED, Block, ModelShape, Tensor, TokenBytes
 from toolkit.launching.python import package_folder, python_environment
 from toolkit.launching.supervised import supervised
 from toolkit.planning.models.reading import shown
 
 WORKER = "toolkit.measuring.meta_model"
 SOURCES = ("meta_model.py", "meta_model_layers.py", "meta_counting.py")
+
+_ADVICE = "Plan with a parameter count such as 7b."
 
 SECONDS = 180.0
 """Time for the child; usual models take 5 to 15 seconds on a laptop."""
@@ -37,6 +40,8 @@ def counted_shape(config: Mapping[str, Any], *, name: str) -> ModelShape:
     Raises:
         UsageError: no causal LM can be built from it here, or it takes too long.
     """
+    if not _is_listed(config.get("model_type")):
+        raise _not_built(config, name, "no causal LM of this type is listed there")
     text = json.dumps(config, sort_keys=True)
     file = cache_root() / "skeletons" / f"{_digest(text, name)}.json"
     answer = _read(file)
@@ -77,7 +82,6 @@ def _count(text: str, config: Mapping[str, Any], name: str) -> dict[str, Any]:
     environment = python_environment() | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = supervised([sys.executable, "-m", WORKER])
     model_type = shown(config.get("model_type"))
-    advice = "Plan with a parameter count such as 7b."
     try:
         child = subprocess.run(
             command,
@@ -90,25 +94,40 @@ def _count(text: str, config: Mapping[str, Any], name: str) -> dict[str, Any]:
     except subprocess.TimeoutExpired as error:
         raise UsageError(
             f"{name}: counting the architecture {model_type} took longer than {SECONDS:.0f} "
-            f"seconds, and was stopped. {advice}"
+            f"seconds, and was stopped. {_ADVICE}"
         ) from error
     try:
         answer: Any = json.loads(child.stdout)
     except ValueError as error:
         lines = child.stderr.decode(errors="replace").strip().splitlines() or ["no output"]
         raise UsageError(
-            f"{name}: counting the architecture {model_type} failed ({lines[-1][:200]}). {advice}"
+            f"{name}: counting the architecture {model_type} failed ({lines[-1][:200]}). {_ADVICE}"
         ) from error
     if "error" in answer:
-        own_code = "auto_map" in config
-        raise UsageError(
-            f"{name}: the planner's table does not have the architecture {model_type}, and "
-            f"transformers {version('transformers')} can't build it as a causal LM from this "
-            f"config ({answer['error'][:300]}). "
-            + ("Its code comes with the model, and the planner runs none. " if own_code else "")
-            + advice
-        )
+        raise _not_built(config, name, answer["error"][:300])
     return answer
+
+
+def _is_listed(model_type: object) -> bool:
+    """Whether transformers lists a causal LM of a type, by its source: an import takes seconds."""
+    found = find_spec("transformers")  # does not import it
+    if found is None or found.origin is None:
+        return True  # that it is not installed is said later
+    file = Path(found.origin).parent / "models" / "auto" / "modeling_auto.py"  # of 5.24
+    listed = file.read_text(encoding="utf-8") if file.is_file() else ""
+    listed = listed.partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")[2].partition("\n)")[0]
+    return not listed or f'("{model_type}", ' in listed
+
+
+def _not_built(config: Mapping[str, Any], name: str, why: str) -> UsageError:
+    own = (
+        "Its code comes with the model, and the planner runs none. " if "auto_map" in config else ""
+    )
+    return UsageError(
+        f"{name}: the planner's table does not have the architecture "
+        f"{shown(config.get('model_type'))}, and transformers {version('transformers')} can't "
+        f"build it as a causal LM from this config ({why}). {own}{_ADVICE}"
+    )
 
 
 def _shape(answer: Mapping[str, Any], name: str) -> ModelShape:
@@ -136,6 +155,7 @@ def _shape(answer: Mapping[str, Any], name: str) -> ModelShape:
             for regime, rows in answer["kept"].items()
         },
         note=_note(answer),
+        uncounted=bool(answer["assumed"]),
         **{key: answer[key] for key in same_names.split()},
     )
 
@@ -145,7 +165,7 @@ def _note(answer: Mapping[str, Any]) -> str:
     if assumed := answer["assumed"]:
         sentences.append(
             f"Not counted: {', '.join(assumed)}. Each is taken to keep the inputs and outputs of "
-            "its linear layers."
+            f"its linear layers at least, and {UNCOUNTED} times that at worst."
         )
     if towers := answer["towers"]:
         parts = ", ".join(f"{tower} ({size:,} parameters)" for tower, size in towers.items())

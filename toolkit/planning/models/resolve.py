@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -146,7 +147,7 @@ def _read(path: Path) -> Any:
             raise UsageError(
                 f"{path} has {path.stat().st_size:,} bytes, so it is no model's config.json."
             )
-        return json.loads(path.read_text(encoding="utf-8-sig"))
+        return json.loads(path.read_text(encoding="utf-8-sig"), object_hook=_number)
     except OSError as error:
         raise UsageError(f"{path} can't be read: {error.strerror or error}.") from error
     # Malformed JSON and UTF-8, a number of more digits than Python reads, and deep nesting.
@@ -155,6 +156,18 @@ def _read(path: Path) -> Any:
             raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(f"{path} is no JSON that can be read: {reason}.") from error
+
+
+_NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
+def _number(entry: dict[str, Any]) -> Any:
+    """Return the number that transformers 5 saves as an object, since JSON has none; else `entry`.
+
+    It is `_decode_special_floats` of transformers 5.24 (configuration_utils.py).
+    """
+    named = entry.get("__float__") if len(entry) == 1 else None
+    return _NUMBERS.get(named, entry) if isinstance(named, str) else entry
 
 
 def _not_found(name: str) -> UsageError:

@@ -87,6 +87,8 @@ def _recommendation(answer: Recommendation) -> dict[str, Any]:
         "nearest": [_remedy(remedy) for remedy in answer.nearest],
         "reasons": list(answer.reasons),
         "learning_rate": _learning_rate(rate),
+        "most_hours": answer.most_hours,
+        "keeps_bounds": answer.keeps_bounds,
     }
 
 

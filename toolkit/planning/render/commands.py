@@ -87,27 +87,19 @@ def flags_of(job: PlannedJob, rate: float = 0.0) -> dict[str, str | bool | int |
         "learning_rate": f"{rate:g}",
         "optim": OPTIM_FLAGS[job.optimizer],
     }
-    if job.optimizer == "sgd_momentum":
-        flags["optim_args"] = "momentum=0.9"
-    if job.precision != "no":
-        flags[job.precision] = True
-    if job.method == "full" and job.dtype != "float32":
-        flags["dtype"] = job.dtype
-    if job.bf16_weights:
-        flags |= {"bf16_weights": True, "optimizer_state_dtype": job.bf16_weights}
-    if job.attention == "eager":
-        flags["attn_implementation"] = "eager"
-    if job.chunked_loss:
-        flags["loss_impl"] = "chunked"
-    if job.gradients_in_buckets:
-        flags["ddp_bucket_view"] = True
-    if job.sync_each_batch:
-        flags["sync_each_batch"] = True
-    if job.checkpointing == "full":
-        flags["gradient_checkpointing"] = True
-    if job.checkpointing == "selective":
-        flags["checkpoint_layers"] = "selective"
-    if job.nodes > 1:
+    optional: dict[str, str | bool | None] = {
+        "optim_args": "momentum=0.9" if job.optimizer == "sgd_momentum" else "",
+        job.precision: job.precision != "no",
+        "dtype": job.dtype if job.method == "full" and job.dtype != "float32" else "",
+        "bf16_weights": bool(job.bf16_weights),
+        "optimizer_state_dtype": job.bf16_weights,
+        "attn_implementation": "eager" if job.attention == "eager" else "",
+        "loss_impl": "chunked" if job.chunked_loss else "",
+        "ddp_bucket_view": job.gradients_in_buckets,
+        "sync_each_batch": job.sync_each_batch,
+        "gradient_checkpointing": job.checkpointing == "full",
+        "checkpoint_layers": "selective" if job.checkpointing == "selective" else "",
         # Nodes have no other folder's name in common.
-        flags["output_dir"] = f"runs/{job.strategy.name}"
-    return flags
+        "output_dir": f"runs/{job.strategy.name}" if job.nodes > 1 else "",
+    }
+    return flags | {name: value for name, value in optional.items() if value}

@@ -12,6 +12,7 @@ from toolkit.planning.memory.estimate import MemoryEstimate
 from toolkit.planning.plan import Plan, PlanRow
 from toolkit.planning.speed.traffic import collectives
 from toolkit.planning.verdict import Verdict
+from toolkit.strategies import SHORT_DTYPES
 from toolkit.tables.grid import Section
 from toolkit.tables.terminal import made_table
 
@@ -24,21 +25,22 @@ if TYPE_CHECKING:
 BAR_WIDTH = 60
 WIDEST = 1000
 
-LETTERS: dict[Category, tuple[str, str]] = {
-    "parameters": ("P", "blue"),
-    "master": ("M", "cyan"),
-    "gradients": ("G", "green"),
-    "optimizer": ("O", "yellow"),
-    "adapters": ("R", "bright_green"),
-    "activations": ("A", "magenta"),
-    "logits": ("L", "bright_magenta"),
-    "gathered": ("U", "bright_blue"),
-    "buckets": ("B", "bright_cyan"),
-    "temporaries": ("T", "bright_yellow"),
-    "context": ("C", "white"),
-    "allocator": (".", "bright_black"),
+LETTERS: dict[Category, tuple[str, str, str]] = {
+    "parameters": ("P", "blue", "#4477aa"),
+    "master": ("M", "cyan", "#66ccee"),
+    "gradients": ("G", "green", "#228833"),
+    "optimizer": ("O", "yellow", "#ccbb44"),
+    "adapters": ("R", "bright_green", "#99ddaa"),
+    "activations": ("A", "magenta", "#aa3377"),
+    "logits": ("L", "bright_magenta", "#ee99bb"),
+    "gathered": ("U", "bright_blue", "#88aadd"),
+    "buckets": ("B", "bright_cyan", "#99ccdd"),
+    "temporaries": ("T", "bright_yellow", "#eecc88"),
+    "context": ("C", "white", "#bbbbbb"),
+    "allocator": (".", "bright_black", "#dddddd"),
 }
-"""The letter that fills a category's part of a bar, so that it reads without colour too."""
+"""The letter that fills a category's part of a bar, so that it reads without colour too; its colour
+in a terminal, and in a figure: of Paul Tol's bright scheme, which is safe for the colour-blind."""
 
 PEAKS: dict[Phase, str] = {
     "loss": "when the loss is taken",
@@ -196,7 +198,7 @@ def _bar(row: PlanRow, scale: float) -> Text:
             continue
         upto += value.high
         cells = min(BAR_WIDTH, round(upto / scale * BAR_WIDTH)) - drawn
-        letter, style = LETTERS[category]
+        letter, style, _ = LETTERS[category]
         filled.append(letter * cells, style=style)
         drawn += cells
     if upto > scale * (1 + 1e-9):
@@ -212,7 +214,7 @@ def _legend(plan: Plan) -> Text:
     legend = Text()
     for category in CATEGORIES:
         if category in used:
-            letter, style = LETTERS[category]
+            letter, style, _ = LETTERS[category]
             legend.append(f"{letter} ", style=style)
             legend.append(f"{category}  ")
     if plan.gpu is not None:
@@ -229,8 +231,9 @@ def heading(plan: Plan) -> str:
         heading += f", {model.active_parameters:,} active"
     if job is not None:
         where = f" on {plan.gpu.name}" if plan.gpu is not None else ""
+        pure = "pure " if job.precision == "no" and job.compute_size == 2 else ""
         heading += (
-            f"; {job.method}, {job.precision if job.precision != 'no' else 'fp32'}, "
+            f"; {job.method}, {pure}{SHORT_DTYPES[job.computes_in]}, "
             f"{job.optimizer}, batch {job.batch} x {job.sequence:,} tokens"
             f"{f' x {job.accumulation} accumulated' if job.accumulation > 1 else ''}"
             f"{checkpointing_words(job)}{where}"

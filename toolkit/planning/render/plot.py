@@ -8,31 +8,15 @@ from typing import Any, cast
 
 from toolkit.configs.accelerate import num_processes_problem, with_groups
 from toolkit.errors import UsageError
-from toolkit.jobs.terms import CATEGORIES, GIB, Category
+from toolkit.jobs.terms import CATEGORIES, GIB
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import estimate_memory
 from toolkit.planning.plan import Plan, PlanRow
-from toolkit.planning.render.plans import heading
+from toolkit.planning.render.plans import LETTERS, heading
 from toolkit.strategies import STRATEGIES
 
 FORMATS = (".svg", ".png")
 GPU_COUNTS = (1, 2, 4, 8, 16, 32, 64)
-
-COLOURS: dict[Category, str] = {
-    "parameters": "#4477aa",
-    "master": "#66ccee",
-    "gradients": "#228833",
-    "optimizer": "#ccbb44",
-    "adapters": "#99ddaa",
-    "activations": "#aa3377",
-    "logits": "#ee99bb",
-    "gathered": "#88aadd",
-    "buckets": "#99ccdd",
-    "temporaries": "#eecc88",
-    "context": "#bbbbbb",
-    "allocator": "#dddddd",
-}
-"""From Paul Tol's bright scheme and tints of it, which are safe for the colour-blind."""
 
 
 def plot_plan(plan: Plan, file: Path) -> None:
@@ -69,18 +53,13 @@ def _by_strategy(axes: Any, plan: Plan) -> None:
         heights = [part[category].high / GIB if category in part else 0.0 for part in parts]
         if not any(heights):
             continue
-        axes.bar(names, heights, bottom=bottoms, color=COLOURS[category], label=category)
+        axes.bar(names, heights, bottom=bottoms, color=LETTERS[category][2], label=category)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    spreads = [row.memory.total for row in plan.rows]
+    totals = [row.memory.total.times(1 / GIB) for row in plan.rows]
+    highs, below = [t.high for t in totals], [t.high - t.low for t in totals]
     # The whisker reaches from the upper end, where the bar ends, down to the lower one.
-    axes.errorbar(
-        names,
-        [total.high / GIB for total in spreads],
-        yerr=[[(total.high - total.low) / GIB for total in spreads], [0.0] * len(names)],
-        fmt="none",
-        ecolor="#333333",
-        capsize=4,
-    )
+    whiskers = {"yerr": [below, [0.0] * len(names)], "ecolor": "#333333", "capsize": 4}
+    axes.errorbar(names, highs, fmt="none", **whiskers)
     _limit(axes, plan)
     axes.set_ylabel("GiB on the fullest GPU")
     axes.set_title("by strategy", fontsize=10)
@@ -94,22 +73,10 @@ def _by_gpus(axes: Any, plan: Plan) -> None:
         if len(jobs) < 2:
             continue
         counts = [job.gpus for job in jobs]
-        totals = [estimate_memory(job).total for job in jobs]
-        (line,) = axes.plot(
-            counts,
-            [total.high / GIB for total in totals],
-            marker="o",
-            markersize=3,
-            label=row.strategy.name,
-        )
-        axes.fill_between(
-            counts,
-            [total.low / GIB for total in totals],
-            [total.high / GIB for total in totals],
-            color=line.get_color(),
-            alpha=0.15,
-            linewidth=0,
-        )
+        totals = [estimate_memory(job).total.times(1 / GIB) for job in jobs]
+        lows, highs = [total.low for total in totals], [total.high for total in totals]
+        (line,) = axes.plot(counts, highs, marker="o", markersize=3, label=row.strategy.name)
+        axes.fill_between(counts, lows, highs, color=line.get_color(), alpha=0.15, linewidth=0)
     _limit(axes, plan)
     axes.set_xscale("log", base=2)
     axes.set_xticks(GPU_COUNTS, [str(count) for count in GPU_COUNTS])

@@ -125,12 +125,15 @@ def computing(job: PlannedJob, gpu: Gpu, rate: float) -> list[SpeedTerm]:
 
 def _products(job: PlannedJob, gpu: Gpu, rate: float) -> Iterator[SpeedTerm]:
     generation = max(min(gpu.compute_capability[0], 10), 7)
+    of_weights = matmul_share(gpu)
+    if job.model.experts:
+        of_weights = Interval(rates.GROUPED * of_weights.low, of_weights.high)
     eager = job.attention == "eager"
     attention_share = rates.EAGER_SHARE if eager else rates.FLASH_SHARE[generation]
     formula = "FLOPs / (dense rate * share of it)"
     masked = f"{formula}, masked half skipped by flash kernels"
     for name, of_token, share, how in (
-        ("products with weights", linear_flops(job), matmul_share(gpu), formula),
+        ("products with weights", linear_flops(job), of_weights, formula),
         ("attention", attention_flops(job), attention_share, masked),
     ):
         flops = job.micro_tokens * of_token
@@ -224,7 +227,7 @@ def _elementwise(job: PlannedJob) -> Interval:
     fused, eager = _elementwise_forward(job.model)
     passes = _forwards(job) + rates.BACKWARD
     mixed = job.precision != "no" and not job.backend.has_masters(job)
-    width = {"no": 2, "bf16": 1, "fp16": 1}[job.precision]
+    width = job.compute_size // 2
     most = (fused if job.compiles else eager) * (rates.AUTOCAST if mixed else 1)
     return Interval(fused * passes * width, most * passes * width)
 

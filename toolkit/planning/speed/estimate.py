@@ -135,7 +135,7 @@ def _offloading(
 ) -> list[SpeedTerm]:
     per_node = job.gpus // job.nodes
     copying = Interval.exactly(traffic.sent + traffic.received) / rates.HOST_COPY_SHARE.times(
-        gpu.pcie_bandwidth
+        gpu.host_link
     )
     hidden = micro.low * job.accumulation * rates.OVERLAP.high
     passes = Interval.exactly(1) if traffic.is_fused else rates.UNFUSED_ON_CPU
@@ -147,11 +147,11 @@ def _offloading(
         SpeedTerm(
             name="copies to and from the host",
             seconds=Interval(max(0, copying.low - hidden), copying.high),
-            formula="bytes / (PCIe bandwidth * share); at best beside the computing",
+            formula="bytes / (link to the host * share); at best beside the computing",
             inputs={
                 "bytes to the host": traffic.sent,
                 "bytes from the host": traffic.received,
-                "PCIe bandwidth": gpu.pcie_bandwidth,
+                "link to the host": gpu.host_link,
                 "share": rates.HOST_COPY_SHARE,
             },
         ),
@@ -237,6 +237,10 @@ class PlannedCost:
     """None without a price."""
 
 
+MOST_MEASURED = 128
+"""GPUs of the largest published run that speeds are checked against (tests/planning/speed_rows)."""
+
+
 def estimate_speed(
     job: PlannedJob, gpu: Gpu, *, internode_bytes_per_second: float | None = None
 ) -> PlannedSpeed:
@@ -249,8 +253,7 @@ def estimate_speed(
         UsageError: the GPU can't compute in the job's precision, or the bandwidth is no bandwidth.
     """
     network = _network(gpu, internode_bytes_per_second)
-    # Where precision isn't mixed, the dtype of the weights is computed in.
-    rate = gpu.flops(job.precision if job.precision != "no" else SHORT_DTYPES[job.dtype])
+    rate = gpu.flops(SHORT_DTYPES[job.computes_in])
     # Stages wait for the slowest of them.
     parts = job.backend.different_parts(job)
     of_parts = [(part, computing(part, gpu, rate)) for part in parts]
@@ -287,6 +290,20 @@ def estimate_speed(
     notes = [_assumption(gpu)] if assumed else []
     if job.compile:
         notes.append(COMPILED if job.compiles else NOT_COMPILED)
+    if job.model.experts and job.strategy.shards_parameters:
+        notes.append(
+            "Every GPU gathers all experts of a layer. Expert parallelism would leave each on one "
+            "GPU and send it its tokens, which pays most between nodes: the toolkit has none."
+        )
+    if job.gpus > MOST_MEASURED:
+        notes.append(
+            f"No measured run of more than {MOST_MEASURED} GPUs was at hand, so how fast "
+            f"{job.gpus:,} are is a guess."
+        )
+    if gpu.mixed:
+        notes.append(
+            f"{gpu.name} are planned as the smallest and the slowest of them: each step waits."
+        )
     if gpu.matmul_share is None or "matmul_share" in gpu.unchecked:
         notes.append(
             f"What large products reach of the rate of a {gpu.name} is not known: the interval is "

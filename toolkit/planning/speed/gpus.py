@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -55,6 +56,9 @@ class Gpu:
     pcie_bandwidth: float
     """Bytes per second in one direction."""
 
+    host_bandwidth: float | None = None
+    """Bytes per second in one direction to the host's memory; None where that is PCIe's."""
+
     network_bandwidth: Interval | None = None
     """Bytes per second of a usual node's network cards together, in one direction; an interval
     where clouds differ, None where it is not known."""
@@ -81,7 +85,20 @@ class Gpu:
     dollars_date: str = ""
     """Day of that price."""
 
+    mixed: bool = False
+    """Whether it stands for several different GPUs, by the least of them."""
+
     aliases: tuple[str, ...] = ()
+
+    @property
+    def host_link(self) -> float:
+        """Bytes per second in one direction between the GPU and the host's memory."""
+        return self.host_bandwidth or self.pcie_bandwidth
+
+    @property
+    def measured(self) -> bool:
+        """Whether rows of it are committed: benchmarks/results/2026-11-26-gpu-kit.json."""
+        return self.name == "H200"
 
     @property
     def has_bf16(self) -> bool:
@@ -106,6 +123,22 @@ class Gpu:
         return self.bf16_flops
 
 
+EXAMPLE = (
+    '{"name": "Mine", "memory_mib": 81559, "compute_capability": "9.0", "bf16_tflops": 989, '
+    '"fp16_tflops": 989, "fp32_tflops": 67, "memory_gb_per_second": 3350, "pcie": "5.0 x16"}'
+)
+"""An entry of a file with all keys that it must have."""
+
+_OTHER_MAKERS = re.compile(
+    r"amd|instinct|radeon|mi\d|rx ?\d|tpu|v\d[ep]|trn|inf\d|trainium|gaudi|hpu|apple|mps|"
+    r"m\d( ?(pro|max|ultra))?$|intel|arc|ascend|npu|cpu"
+)
+_SHARED = (
+    *("_bytes", "_flops", "_capability", "per_node"),
+    *("memory_bandwidth", "nvlink_bandwidth", "pcie_bandwidth", "host_bandwidth"),
+)
+"""Ends of fields that several different GPUs have only as much of as the least of them."""
+
 BUILT_IN = Path(__file__).with_name("gpus.json")
 
 
@@ -113,11 +146,13 @@ def gpu(name: str, *, file: Path | None = None) -> Gpu:
     """Return the GPU called `name`: `l4`, `RTX 4090`, or as torch has it, `NVIDIA A100-SXM4-80GB`.
 
     Case and vendor don't matter. GPUs of a JSON or YAML file go before built-in ones of the same
-    name.
+    name. Of several names with commas between, it is the least of all in every part.
 
     Raises:
         UsageError: no such GPU, several that it could be, or a broken file.
     """
+    if "," in name:
+        return _least([gpu(part, file=file) for part in name.split(",")])
     wanted = _word(name)
     if file is None and wanted in (places := _built_in_places()):
         return _entry(_built_in_entries()[places[wanted]], BUILT_IN)  # the others are not read
@@ -130,15 +165,31 @@ def gpu(name: str, *, file: Path | None = None) -> Gpu:
     family = [entry.name for entry in table.values() if _word(entry.name).startswith(starts)]
     if wanted and len(family) > 1:
         raise UsageError(f"{name!r} could be any of {', '.join(family)}: name one of them.")
+    own = f"Describe it in a JSON or YAML file (--gpu-file), such as {EXAMPLE}"
+    if _OTHER_MAKERS.match(name.strip().lower()):
+        raise UsageError(
+            f"{name[:60]!r} is no NVIDIA GPU, and plans are for these: nothing was measured on "
+            f"others, and toolkit.train has not run on them. {own}, with the compute capability "
+            "of an NVIDIA GPU like it, and take the answer as a guess."
+        )
     close = difflib.get_close_matches(wanted, by_word, n=3, cutoff=0.5)
     similar = dict.fromkeys(by_word[word].name for word in close)
     hint = " or ".join(family if wanted and family else similar)
     raise UsageError(
         f"There is no GPU {name[:60]!r} in the table."
         + (f" Did you mean {hint}?" if hint else f" It has {', '.join(table)}.")
-        + " Others can be added in a JSON or YAML file with the keys "
-        + f"{', '.join(_REQUIRED)} (--gpu-file)."
+        + f" {own}."
     )
+
+
+def _least(cards: list[Gpu]) -> Gpu:
+    """Return a GPU that is the least of several in every part: each step waits for the slowest."""
+    names = dict.fromkeys(card.name for card in cards)
+    least: dict[str, Any] = {"name": " + ".join(names), "mixed": len(names) > 1}
+    for key in (field.name for field in fields(Gpu) if field.name.endswith(_SHARED)):
+        held = [getattr(card, key) for card in cards]
+        least[key] = None if None in held else min(held)
+    return replace(min(cards, key=lambda card: card.memory_bytes), **least)
 
 
 def _word(name: str) -> str:
@@ -167,15 +218,7 @@ def _built_in_places() -> dict[str, int]:
     return words | {_word(entry["name"]): n for n, entry in enumerate(entries)}
 
 
-_REQUIRED = (
-    "name",
-    "memory_mib",
-    "compute_capability",
-    "fp16_tflops",
-    "fp32_tflops",
-    "memory_gb_per_second",
-    "pcie",
-)
+_REQUIRED = [key for key in json.loads(EXAMPLE) if key != "bf16_tflops"]
 _NUMBERS = {
     "memory_mib": ("memory_bytes", MIB, 1 << 24),
     "fp16_tflops": ("fp16_flops", TERA, 1e6),
@@ -184,6 +227,7 @@ _NUMBERS = {
     "bf16_tflops": ("bf16_flops", TERA, 1e6),
     "tf32_tflops": ("tf32_flops", TERA, 1e6),
     "nvlink_gb_per_second": ("nvlink_bandwidth", GIGA, 1e6),
+    "host_gb_per_second": ("host_bandwidth", GIGA, 1e6),
     "watts": ("watts", 1, 1e6),
     "matmul_share": ("matmul_share", 1, 1),
     "matmul_share_low": ("matmul_share_low", 1, 1),
@@ -256,14 +300,17 @@ def _entry(entry: object, file: Path) -> Gpu:
         if key not in allowed:
             keys = ", ".join(sorted(allowed))
             raise UsageError(f"{where}: there is no key {key!r}. The keys are {keys}.")
-    for key in _REQUIRED:
-        if values.get(key) is None:
-            raise UsageError(f"{where}: {key} is missing.")
-    capability = _capability(values["compute_capability"], where)
-    if capability < (8, 0):
-        values = {**values, "bf16_tflops": None}  # such GPUs have none, whatever the file says
-    elif values.get("bf16_tflops") is None:
-        raise UsageError(f"{where}: bf16_tflops is missing; from compute capability 8.0 it is due.")
+    missing = [key for key in _REQUIRED if values.get(key) is None]
+    capability = (0, 0)
+    if "compute_capability" not in missing:
+        capability = _capability(values["compute_capability"], where)
+        if capability < (8, 0):
+            values = {**values, "bf16_tflops": None}  # such GPUs have none, whatever the file says
+        elif values.get("bf16_tflops") is None:
+            missing.append("bf16_tflops, which is due from compute capability 8.0,")
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise UsageError(f"{where}: {' and '.join(missing)} {verb} missing. An entry: {EXAMPLE}")
 
     def check(key: str, expected: str, fits: Callable[[Any], object]) -> Any:
         value = values.get(key)
@@ -271,28 +318,28 @@ def _entry(entry: object, file: Path) -> Gpu:
             raise UsageError(f"{where}: {key} is {value!r}. It is {expected}.")
         return value
 
-    fields: dict[str, Any] = {"name": name, "compute_capability": capability}
+    given: dict[str, Any] = {"name": name, "compute_capability": capability}
     for key, (field, unit, most) in _NUMBERS.items():
         expected = f"a number above 0, up to {most:g}"
         number = check(key, expected, partial(_is_number, most=most))
-        fields[field] = None if number is None else float(number) * unit
-    fields["memory_bytes"] = int(values["memory_mib"]) * MIB
-    fields["pcie_bandwidth"] = _pcie(values["pcie"], where)
+        given[field] = None if number is None else float(number) * unit
+    given["memory_bytes"] = int(values["memory_mib"]) * MIB
+    given["pcie_bandwidth"] = _pcie(values["pcie"], where)
     network = check("network_gbps", "Gbit/s above 0, or a list of the least and the most", _ends)
     if network is not None:
         low, high = (end * GIGA / 8 for end in _ends(network))
-        fields["network_bandwidth"] = Interval(low, high)
+        given["network_bandwidth"] = Interval(low, high)
     most = MOST_GPUS_PER_NODE
     per_node = check("gpus_per_node", f"a whole number from 1 to {most}", _is_count)
     if per_node is not None:
-        fields["per_node"] = per_node
+        given["per_node"] = per_node
     if values.get("dollars_date"):  # YAML reads a day as a date
         values = {**values, "dollars_date": str(values["dollars_date"])}
     for key in _TEXTS:
-        fields[key] = check(key, "a text", lambda value: isinstance(value, str)) or ""
+        given[key] = check(key, "a text", lambda value: isinstance(value, str)) or ""
     for key in _LISTS:
-        fields[key] = tuple(check(key, "a list of texts", _is_texts) or ())
-    return Gpu(**fields)
+        given[key] = tuple(check(key, "a list of texts", _is_texts) or ())
+    return Gpu(**given)
 
 
 def _is_number(value: object, most: float) -> bool:

@@ -22,6 +22,12 @@ SHAPES = 0.65
 The least of some hundred published throughputs: those of tests/planning/test_speed.py lie within
 what follows from it."""
 
+GROUPED = 0.25
+"""Factor on the least of that share in a model with experts, whose products are grouped and small.
+Not fitted: PowerMoE-3b went three times as fast with other kernels than transformers' own
+(fms-acceleration, refs/a100_80gb_moe.csv), and Qwen3-30B-A3B on H100s, under FSDP2 with
+transformers 5, at 3,075 tokens a second and GPU, where 3,900 were the least by plan."""
+
 FLASH_SHARE = {
     7: Interval(0.1, 0.5),
     8: Interval(0.2, 0.7),
