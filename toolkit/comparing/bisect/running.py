@@ -10,7 +10,7 @@ Which runs and which step these are is settled first, as a comparison would plan
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,13 @@ from toolkit import environment
 from toolkit.comparing.bisect.finding import StepResult, as_json, as_lines, as_page, bisect
 from toolkit.comparing.bisect.links import BEFORE
 from toolkit.comparing.bisect.run_pair import TracedRun
+from toolkit.comparing.report.row_facts import is_control
 from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.folders import FailedStart, Finished, new_folder, short_path
 from toolkit.comparing.run.options import CompareOptions
-from toolkit.comparing.run.plan import Run
+from toolkit.comparing.run.plan import ComparisonPlan, Run, build_plan, fixed_by
 from toolkit.comparing.run.progress import ProgressLines
+from toolkit.comparing.run.rows import first_broken_step
 from toolkit.comparing.run.schedule import INTERRUPTED, prepare_and_run
 from toolkit.comparing.run.starting import once_more_cold, start_run
 from toolkit.comparing.weights import WeightsError
@@ -33,21 +35,14 @@ from toolkit.files import check_takes_files, write_text
 from toolkit.launching.folder_lock import lock_folder
 from toolkit.records.evidence import read_evidence
 from toolkit.records.json_files import write_json
-from toolkit.records.results import RESULTS_FILE, read_results
+from toolkit.records.results import RESULTS_FILE, Results, Row, read_results
 from toolkit.redaction import learn
+from toolkit.strategies import Engine, get_strategy
 from toolkit.tables.terminal import print_line
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-
-from collections.abc import Sequence
-
-from toolkit.comparing.report.row_facts import is_control
-from toolkit.comparing.run.plan import ComparisonPlan, build_plan, fixed_by
-from toolkit.comparing.run.rows import first_broken_step
-from toolkit.records.results import Results, Row
-from toolkit.strategies import Engine, get_strategy
 
 STEPS: Final = 2
 FP16_STEPS: Final = 24

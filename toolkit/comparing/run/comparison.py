@@ -9,17 +9,19 @@ no rounding can have grown.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from toolkit.comparing.parity import judges
 from toolkit.comparing.parity.gates import first_common_step, judge, judge_control, unjudged
-from toolkit.comparing.parity.judgement import Judgement, Rounding, combined
+from toolkit.comparing.parity.judgement import Case, Judgement, Rounding, combined
 from toolkit.comparing.predicted import SharedFacts, facts_of
 from toolkit.comparing.report import words
 from toolkit.comparing.report.write import write_report
@@ -38,6 +40,7 @@ from toolkit.comparing.run.plan import ComparisonPlan, Run, fixed_by
 from toolkit.comparing.run.preparing import prepare
 from toolkit.comparing.run.progress import waiting
 from toolkit.comparing.run.rows import add_judgement, bisect_command, build_row
+from toolkit.comparing.weights import WeightsError
 from toolkit.configs import ConfigOptions
 from toolkit.configs.check.command import refuse_errors
 from toolkit.configs.files import write_configs
@@ -45,21 +48,12 @@ from toolkit.errors import UsageError
 from toolkit.escaping import one_line
 from toolkit.launching.folder_lock import lock_folder
 from toolkit.records.json_files import SCHEMA, write_json
-from toolkit.records.record import RECORD_FILE
+from toolkit.records.record import RECORD_FILE, Record
 from toolkit.records.results import RESULTS_FILE, Control, Results, Row
 from toolkit.tables.terminal import print_line
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-import math
-from collections.abc import Mapping
-
-from toolkit.comparing.parity import judges
-from toolkit.comparing.parity.judgement import Case
-from toolkit.comparing.weights import WeightsError
-from toolkit.records.record import Record
 
 
 def may_be_rounding(judgement: Judgement, *, first_step: int = 1) -> bool:

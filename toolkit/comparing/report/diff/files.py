@@ -5,27 +5,36 @@ Every form shows the same sections, as plain text, and the same verdict.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 from toolkit.comparing.report.diff.match import (
+    SIDES,
+    STATES,
     Diff,
     Pair,
+    Quantity,
     Side,
     Table,
+    circumstances,
     for_readers,
     loss_difference,
     match,
+    recorded,
     speed_ratio,
     speed_verdict,
+    why_missing,
 )
-from toolkit.comparing.report.row_facts import status_of
+from toolkit.comparing.report.row_facts import RUN, host_in_peak_lines, reason_for, status_of
+from toolkit.comparing.report.words import gap, in_unit, share, size
 from toolkit.errors import UsageError, is_full_disk
 from toolkit.escaping import one_line
 from toolkit.files import write_text
 from toolkit.records.results import Row
 from toolkit.tables import page
-from toolkit.tables.grid import Section
+from toolkit.tables.grid import Column, Missing, Section, grid
 from toolkit.tables.markdown import bullets, document, escaped
 from toolkit.tables.sheet import render_sheet
 from toolkit.tables.terminal import print_line, print_tables
@@ -33,22 +42,6 @@ from toolkit.tables.terminal import print_line, print_tables
 if TYPE_CHECKING:
     from rich.console import Console
 
-
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Final
-
-from toolkit.comparing.report.diff.match import (
-    SIDES,
-    STATES,
-    Quantity,
-    circumstances,
-    recorded,
-    why_missing,
-)
-from toolkit.comparing.report.row_facts import RUN, host_in_peak_lines, reason_for
-from toolkit.comparing.report.words import gap, in_unit, share, size
-from toolkit.tables.grid import Column, Missing, grid
 
 MEANINGS: Final = {
     "faster": "B is faster",
