@@ -14,8 +14,6 @@ from toolkit.records.json_files import LostError, read_as
 MICRO_BATCHES: Final = 8
 """Micro-batches whose tokens are kept, the first of each rank."""
 
-TOKENIZER_FOLDER: Final = "tokenizer"
-
 
 class Batch(TypedDict):
     """What the model's forward was given in one micro-batch."""
