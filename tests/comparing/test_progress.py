@@ -16,7 +16,7 @@ from toolkit.comparing.run.plan import build_plan
 from toolkit.comparing.run.progress import (
     BUILT_IN,
     QUIET_SECONDS,
-    LiveTable,
+    LiveLines,
     ProgressLines,
     TimeLeft,
     about,
@@ -35,56 +35,47 @@ def plan():
     return build_plan(OPTIONS, gpus=0, missing=lambda strategy: None)
 
 
-def shown(table):
-    """Return the table's rows by name, the text under them, and the filled part of the bar."""
+def bar_of(lines):
+    """Return the words beside the bar, and its filled part."""
+    shown = lines.render()
+    progress, words = (column._cells[0] for column in shown.columns)
+    return str(words), progress.completed
+
+
+def test_on_a_terminal_a_bar_counts_the_steps_of_the_run_that_goes_on(plan, make_row):
     stream = io.StringIO()
-    content = table.render()
-    Console(file=stream, width=120).print(content)
-    rows, below = {}, []
-    for line in filter(str.strip, stream.getvalue().splitlines()):
-        name, *cells = re.split(r"  +", line.strip())
-        if name in ("single", "ddp"):
-            rows[name] = cells
-        elif rows:
-            below.append(line.strip())
-    (bar,) = content.renderables[1].columns[0].cells
-    return rows, " ".join(below), bar.completed
-
-
-def test_a_live_table_counts_the_steps_of_the_run_that_goes_on(plan, make_row):
-    table = LiveTable(Console(file=io.StringIO(), width=120), plan, OPTIONS)
+    lines = LiveLines(Console(file=stream, width=120), steps=10, shown_name=plan.shown_name)
     single, ddp = plan.runs
-    rows, words, share = shown(table)
-    assert {cells[0] for cells in rows.values()} == {"waiting"}
+    assert lines.render() == ""
+
+    lines.start(single, 1, 2)
+    words, share = bar_of(lines)
+    assert re.fullmatch(r"\[1/2\] single, step 0, \d s", words)
     assert share == 0
 
-    table.start(single, 1, 2)
-    rows, words, share = shown(table)
-    assert re.fullmatch(r"step 0, \d s", rows["single"][0])
-    assert "run 1 of 2" in words
-    assert share == 0
-
-    table.step(5)  # of the 6 that are compared, and 4 for the speed
-    table.line("\x1b[1mtoolkit: a build of a minute\n")
-    rows, words, share = shown(table)
-    assert rows["single"][0].startswith("step 5, ")
-    assert "toolkit: a build of a minute" in words
+    lines.step(5)
+    words, share = bar_of(lines)
+    assert words.startswith("[1/2] single, step 5, ")
     assert share == pytest.approx(0.25)
+    assert stream.getvalue() == ""
 
-    table.finish(single, make_row(strategy="single", final_loss=4.25), None)
-    rows, words, share = shown(table)
-    assert rows["single"][0] == "ok"
-    assert "4.2500" in rows["single"]
-    assert share == pytest.approx(0.5)
+    lines.line("toolkit: a build of a minute")
+    lines.finish(single, make_row(strategy="single", final_loss=4.25), None)
+    assert bar_of(lines)[1] == pytest.approx(0.5)
+    begun, build, ended = stream.getvalue().splitlines()
+    assert begun == "[1/2] single: 1 process"
+    assert build == "[1/2] single: toolkit: a build of a minute"
+    assert ended.startswith("[1/2] single: ok in 12 s, final loss 4.2500")
 
-    table.start(ddp, 2, 2, "repeat 1 of 3")
-    rows, words, share = shown(table)
-    assert rows["ddp"][0].startswith("repeat 1 of 3, step 0, ")
-    assert set(rows["ddp"][1:]) == {"-"}
-    assert "toolkit: a build" not in words
+    lines.start(ddp, 2, 2, "repeat 1 of 3")
+    words, share = bar_of(lines)
+    assert words.startswith("[2/2] ddp, repeat 1 of 3, step 0, ")
     assert share == pytest.approx(0.5)
-    table.step(50)
-    assert shown(table)[2] == 1
+    lines.step(50)
+    assert bar_of(lines)[1] == 1
+    lines.finish(ddp, make_row(), None)
+    (_, _, _, ended) = stream.getvalue().splitlines()
+    assert ended.startswith("[2/2] ddp, repeat 1 of 3: 2 processes, ok in 12 s")
 
 
 def test_lines_say_start_announcements_and_end_of_a_run(plan, make_row):

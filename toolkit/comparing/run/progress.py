@@ -1,38 +1,31 @@
-"""Progress of a comparison: what it is about to do; a live table on a terminal, lines elsewhere."""
+"""Progress of a comparison: what it will do; a line for each run, and a bar on a terminal."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from toolkit.comparing.report.runs_table import MEASURED, cells
+from toolkit.comparing.report.runs_table import cells
 from toolkit.comparing.run.options import CompareOptions, flag_names
 from toolkit.comparing.run.plan import ComparisonPlan, Run
 from toolkit.environment import cache_root
-from toolkit.escaping import plain
-from toolkit.launching.forking import COLD
 from toolkit.launching.step_lines import bar
 from toolkit.records.results import Control, Row
-from toolkit.tables.terminal import SHORT, print_line
+from toolkit.tables.terminal import print_line
 
 if TYPE_CHECKING:
-    from rich.console import Console, Group
+    from rich.console import Console
     from rich.table import Table
-
-STATUS_STYLES: Final = {"ok": "green", "skipped": "yellow", "waiting": "dim"}
 
 ANNOUNCEMENT: Final = re.compile(r"toolkit[.\w]*: ")
 """Prefix of a run's output lines for the user, such as the notice of a build of a minute."""
 
 SETTINGS: Final = ("rehearsal of ", "effective batch: ", "deepspeed: ")
 """Beginnings of announcements that are not printed: they stand in the log and the report."""
-
-SPEED: Final = ("tokens/s", "step time")
-"""Columns that are hidden in a rehearsal, where they do not predict the speed of GPUs."""
 
 QUIET_SECONDS: Final = 15.0
 """Time between two printed lines on the step of a run."""
@@ -187,102 +180,63 @@ class ProgressLines:
         self.close()
 
 
-class LiveTable(ProgressLines):
-    """Shows the report's table on a terminal, filled while the runs go on."""
+class LiveLines(ProgressLines):
+    """Shows the same lines on a terminal, each whole, and below them a bar that fills."""
 
-    def __init__(self, console: Console, plan: ComparisonPlan, options: CompareOptions) -> None:
-        super().__init__(console, shown_name=plan.shown_name)
-        self.rehearsal = plan.rehearsal
-        speed = options.show_speed or not plan.rehearsal
-        self.measured = (*SPEED, *MEASURED) if speed else MEASURED
-        self.wanted_steps = options.max_steps + options.throughput_steps
-        self.states: dict[str, tuple[Run, str, Row | None]] = {
-            run.name: (run, "waiting", None) for run in plan.runs
-        }
-        """Each run by its name, with its status and, once it has ended, its row."""
-
-        self.control: Control | None = None
-        self.current: Run | None = None
-        self.last_line = ""
-        self.repeat = ""
-        self.started = 0.0
+    def __init__(self, console: Console, *, steps: int, shown_name: Callable[[Run], str]) -> None:
+        super().__init__(console, shown_name=shown_name)
+        self.wanted_steps = steps
         self.steps = 0
+        self.parts: list[str] = []
+        """The line of the current run, which is printed when it ends."""
+
+    def close(self) -> None:
+        if self.parts:
+            print_line(f"{self.label}: {', '.join(self.parts)}", console=self.console)
+        self.parts.clear()
+
+    def add(self, text: str) -> None:
+        self.parts.append(text)
 
     def start(self, run: Run, position: int, total: int, repeat: str = "") -> None:
-        self.current, self.last_line, self.steps = run, "", 0
-        self.left.start(position, total)
-        self.repeat = f"{repeat}, " if repeat else ""
-        self.started = time.monotonic()
-        # Keep the cells of an earlier repeat on the screen.
-        _, _, row = self.states.get(run.name, (run, "", None))
-        self.states[run.name] = (run, "running", row)
-
-    def line(self, text: str) -> None:
-        if text.startswith(f"toolkit: {COLD}") and text not in self.printed:
-            self.printed.add(text)
-            self.say(text)
-        if text.strip():
-            self.last_line = plain(text.strip())
+        super().start(run, position, total, repeat)
+        self.steps = 0
 
     def step(self, step: int) -> None:
         self.steps = step
 
     def finish(self, run: Run, row: Row, control: Control | None) -> None:
-        self.current = None
-        self.left.finish()
-        self.control = control
-        self.states[run.name] = (run, row["status"], row)
+        super().finish(run, row, control)
+        self.steps = self.wanted_steps
 
-    def render(self) -> Group:
-        from rich.console import Group
-
+    def render(self) -> Table | str:
         left = self.left
-        of_current = 0.0 if self.current is None else min(self.steps / self.wanted_steps, 1.0)
-        ended = left.position - (self.current is not None)
-        words = ", ".join(filter(None, (f"run {left.position} of {left.total}", left.words())))
-        share = (ended + of_current) / max(left.total, 1)
-        return Group(self._table(), bar(words, share=share, width=self.console.width))
-
-    def _table(self) -> Table:
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table
-        from rich.text import Text
-
-        caption = Text(self.last_line[: self.console.width - 2], style="dim")
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, caption=caption)
-        for column in ("run", "status", *(SHORT.get(name, name) for name in self.measured)):
-            table.add_column(column, no_wrap=True)
-        for run, state, row in self.states.values():
-            values = ["-"] * len(self.measured)
-            if row is not None:
-                counted = self.rehearsal and bool(row["peak"])
-                shown = cells(row, self.control, counted=counted)
-                values = [shown[name] for name in self.measured]
-            status = Text(state, style=STATUS_STYLES.get(state, "red"))
-            if run is self.current:
-                seconds = time.monotonic() - self.started
-                status = Text(f"{self.repeat}step {self.steps}, {seconds:.0f} s", style="cyan")
-            table.add_row(self.shown_name(run), status, *map(Text, values))
-        return table
+        if not left.position:
+            return ""
+        seconds = f"{left.clock() - left.started:.0f} s"
+        words = ", ".join(filter(None, (self.label, f"step {self.steps}", seconds, left.words())))
+        of_current = min(self.steps / self.wanted_steps, 1.0)
+        share = (left.position - 1 + of_current) / left.total
+        return bar(words, share=share, width=self.console.width)
 
 
 @contextmanager
 def show_progress(
     console: Console, plan: ComparisonPlan, options: CompareOptions
 ) -> Generator[ProgressLines]:
-    """Show a live table on a terminal while the context lasts, lines on anything else."""
-    if not console.is_terminal:
-        lines = ProgressLines(console, shown_name=plan.shown_name)
-        try:
-            yield lines
-        finally:
-            lines.close()
-        return
-    from rich.live import Live
+    """Show the lines of the runs while the context lasts, on a terminal with a bar below them."""
+    lines, bar_below = ProgressLines(console, shown_name=plan.shown_name), nullcontext()
+    if console.is_terminal:
+        from rich.live import Live
 
-    table = LiveTable(console, plan, options)
-    with Live(console=console, refresh_per_second=4, get_renderable=table.render, transient=True):
-        yield table
+        steps = options.max_steps + options.throughput_steps
+        lines = live = LiveLines(console, steps=steps, shown_name=plan.shown_name)
+        bar_below = Live(console=console, get_renderable=live.render, transient=True)
+    try:
+        with bar_below:
+            yield lines
+    finally:
+        lines.close()
 
 
 def _ending(row: Row, control: Control | None) -> str:
