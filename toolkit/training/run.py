@@ -52,7 +52,7 @@ from toolkit.training.adapters import load_for
 from toolkit.training.arguments import syncs_each_batch
 from toolkit.training.card import card_of_run
 from toolkit.training.dropout import RandomForwards, turn_off
-from toolkit.training.evaluation_observer import BeforeAndAfter
+from toolkit.training.evaluation import BeforeAndAfter
 from toolkit.training.fingerprint import facts_of_job, facts_of_run
 from toolkit.training.job import Job, check_fillers
 from toolkit.training.loop import train_loop
