@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from toolkit.comparing.report.runs_table import cells
 from toolkit.comparing.run.options import CompareOptions, flag_names
 from toolkit.comparing.run.plan import ComparisonPlan, Run
 from toolkit.environment import cache_root
-from toolkit.launching.step_lines import bar
+from toolkit.launching.step_lines import progress_bar, show_progress
 from toolkit.records.results import Control, Row
 from toolkit.tables.terminal import print_line
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 ANNOUNCEMENT: Final = re.compile(r"toolkit[.\w]*: ")
 """Prefix of a run's output lines for the user, such as the notice of a build of a minute."""
@@ -36,19 +35,6 @@ BUILT_IN: Final = ("small-llama", "standard-library")
 OTHER_INPUTS: Final = frozenset({"model_name_or_path", "train_file", "dataset_name"})
 """Flags of `toolkit.train` that name another model or other data than the built-in ones."""
 
-INSTANT: Final = 0.5
-"""Seconds below which a run counts as not started: it is skipped, or was finished before."""
-
-
-def about(seconds: float) -> str:
-    """Return a rough time: `about 20 s`, `about 2 minutes`."""
-    if seconds < 55:
-        return f"about {max(5, 5 * round(seconds / 5))} s"
-    minutes = round(seconds / 60)
-    if minutes < 90:
-        return "about a minute" if minutes <= 1 else f"about {minutes} minutes"
-    return f"about {minutes / 60:.1f} hours"
-
 
 def first_words(options: CompareOptions, *, starts: int) -> str:
     """Describe the steps of a comparison with `starts` runs to start, repeats counted, in order."""
@@ -62,50 +48,14 @@ def first_words(options: CompareOptions, *, starts: int) -> str:
     return f"{first}. Then {runs} of {steps} steps; the first will tell how long they take."
 
 
-@dataclass(slots=True)
-class TimeLeft:
-    """Estimates how long the runs still take, from those that have ended."""
-
-    clock: Callable[[], float] = time.monotonic
-    seconds_of_runs: list[float] = field(default_factory=list[float])
-    """Durations of the runs that were started so far."""
-
-    position: int = 0
-    total: int = 0
-    started: float = 0.0
-
-    def start(self, position: int, total: int) -> None:
-        self.position, self.total, self.started = position, total, self.clock()
-
-    def finish(self) -> None:
-        seconds = self.clock() - self.started
-        # Runs that were not started would lower the mean.
-        if seconds >= INSTANT:
-            self.seconds_of_runs.append(seconds)
-
-    def words(self) -> str | None:
-        """Return the time left after the last run that ended; None where it is not known."""
-        left = self.total - self.position
-        if not left or not self.seconds_of_runs:
-            return None
-        return f"{about(left * sum(self.seconds_of_runs) / len(self.seconds_of_runs))} left"
-
-
 @contextmanager
 def waiting(text: str, *, console: Console) -> Generator[None]:
-    """Show a moving bar with the seconds that passed on a terminal while the context lasts."""
-    if not console.is_terminal:
-        yield
-        return
-    from rich.live import Live
+    """Show a moving bar with the time that passed on a terminal while the context lasts."""
+    from rich.progress import TimeElapsedColumn
 
-    started = time.monotonic()
-
-    def render() -> Table:
-        words = f"{text}: {time.monotonic() - started:.0f} s"
-        return bar(words, share=None, width=console.width)
-
-    with Live(console=console, refresh_per_second=4, get_renderable=render, transient=True):
+    terminal_only = {"transient": True, "disable": not console.is_terminal}
+    with progress_bar(console, TimeElapsedColumn(), **terminal_only) as bar:
+        show_progress(bar, text)
         yield
 
 
@@ -121,7 +71,6 @@ class ProgressLines:
         self.is_open = False
         """Whether the line of a run has no end yet."""
 
-        self.left = TimeLeft()
         self.printed_at = 0.0
         self.printed: set[str] = set()
         """Announcements of the current run that were printed."""
@@ -148,7 +97,6 @@ class ProgressLines:
         which = f", {repeat}" if repeat else ""
         processes = "1 process" if run.num_processes == 1 else f"{run.num_processes} processes"
         self.label = f"[{position}/{total}] {self.shown_name(run)}{which}"
-        self.left.start(position, total)
         self.printed_at = time.monotonic()
         self.printed.clear()
         self.close()
@@ -174,21 +122,27 @@ class ProgressLines:
             self.add(f"step {step}")
 
     def finish(self, run: Run, row: Row, control: Control | None) -> None:
-        self.left.finish()
-        words = "; ".join(filter(None, (_ending(row, control), self.left.words())))
-        self.add(words)
+        self.add(_ending(row, control))
         self.close()
 
 
-class LiveLines(ProgressLines):
-    """Shows the same lines on a terminal, each whole, and below them a bar that fills."""
+class LinesAndBar(ProgressLines):
+    """Shows the same lines on a terminal, each whole, and a bar below them.
+
+    The bar counts the steps of all runs, and tells how long they still take.
+    """
 
     def __init__(self, console: Console, *, steps: int, shown_name: Callable[[Run], str]) -> None:
+        from rich.progress import TimeElapsedColumn, TimeRemainingColumn
+
         super().__init__(console, shown_name=shown_name)
-        self.wanted_steps = steps
-        self.steps = 0
+        self.steps_of_a_run = steps
         self.parts: list[str] = []
         """The line of the current run, which is printed when it ends."""
+
+        times = TimeElapsedColumn(), TimeRemainingColumn()
+        # Starts and steps take turns: only the mean over all of them tells what is left.
+        self.bar = progress_bar(console, *times, transient=True, speed_estimate_period=math.inf)
 
     def close(self) -> None:
         if self.parts:
@@ -200,40 +154,28 @@ class LiveLines(ProgressLines):
 
     def start(self, run: Run, position: int, total: int, repeat: str = "") -> None:
         super().start(run, position, total, repeat)
-        self.steps = 0
+        self.before = (position - 1) * self.steps_of_a_run
+        self.of = total * self.steps_of_a_run
+        self.step(0)
 
     def step(self, step: int) -> None:
-        self.steps = step
-
-    def finish(self, run: Run, row: Row, control: Control | None) -> None:
-        super().finish(run, row, control)
-        self.steps = self.wanted_steps
-
-    def render(self) -> Table | str:
-        left = self.left
-        if not left.position:
-            return ""
-        seconds = f"{left.clock() - left.started:.0f} s"
-        words = ", ".join(filter(None, (self.label, f"step {self.steps}", seconds, left.words())))
-        of_current = min(self.steps / self.wanted_steps, 1.0)
-        share = (left.position - 1 + of_current) / left.total
-        return bar(words, share=share, width=self.console.width)
+        words = f"{self.label}, step {step}"
+        done = self.before + min(step, self.steps_of_a_run)
+        show_progress(self.bar, words, step=done, of=self.of)
 
 
 @contextmanager
-def show_progress(
+def shown_progress(
     console: Console, plan: ComparisonPlan, options: CompareOptions
 ) -> Generator[ProgressLines]:
     """Show the lines of the runs while the context lasts, on a terminal with a bar below them."""
-    lines, bar_below = ProgressLines(console, shown_name=plan.shown_name), nullcontext()
+    lines, bar = ProgressLines(console, shown_name=plan.shown_name), nullcontext()
     if console.is_terminal:
-        from rich.live import Live
-
         steps = options.max_steps + options.throughput_steps
-        lines = live = LiveLines(console, steps=steps, shown_name=plan.shown_name)
-        bar_below = Live(console=console, get_renderable=live.render, transient=True)
+        lines = live = LinesAndBar(console, steps=steps, shown_name=plan.shown_name)
+        bar = live.bar
     try:
-        with bar_below:
+        with bar:
             yield lines
     finally:
         lines.close()
