@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from toolkit import environment
-from toolkit.comparing.bisect.finding import StepResult, as_json, as_lines, as_page, bisect
+from toolkit.comparing.bisect.finding import StepResult, as_json, as_lines, bisect
 from toolkit.comparing.bisect.links import BEFORE
 from toolkit.comparing.bisect.run_pair import TracedRun
 from toolkit.comparing.report.row_facts import is_control
@@ -31,7 +31,7 @@ from toolkit.comparing.run.schedule import INTERRUPTED, prepare_and_run
 from toolkit.comparing.run.starting import once_more_cold, start_run
 from toolkit.comparing.weights import WeightsError
 from toolkit.errors import UsageError
-from toolkit.files import check_takes_files, write_text
+from toolkit.files import check_takes_files
 from toolkit.launching.folder_lock import lock_folder
 from toolkit.records.evidence import read_evidence
 from toolkit.records.json_files import write_json
@@ -200,7 +200,6 @@ def _check_same_training(results: Results, options: CompareOptions, where: str) 
 
 
 BISECT_FILE: Final = "bisect.json"
-BISECT_PAGE: Final = "bisect.md"
 EVIDENCE_FOLDER: Final = "evidence"
 
 
@@ -360,9 +359,7 @@ def _report(comparison: Comparison, result: StepResult, console: Console) -> int
         "environment": comparison.environment,
     }
     write_json(folder / BISECT_FILE, content)
-    write_text(folder / BISECT_PAGE, as_page(result))
-    files = f"{short_path(folder / BISECT_FILE)} and {short_path(folder / BISECT_PAGE)}"
-    for line in (*as_lines(result), f"Written: {files}"):
+    for line in (*as_lines(result), f"Written: {short_path(folder / BISECT_FILE)}"):
         print_line(line, console=console)
     if result.interrupted:
         return INTERRUPTED
