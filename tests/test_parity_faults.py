@@ -13,7 +13,7 @@ import pytest
 from fault_runs import start, write_model
 
 from toolkit.comparing.parity.gates import judge
-from toolkit.comparing.parity.judgement import Judgement
+from toolkit.comparing.parity.judgement import Case, Judgement
 from toolkit.comparing.run.comparison import may_be_rounding, measure_rounding
 from toolkit.records.record import Record, read_record
 
@@ -68,9 +68,13 @@ def judged(runs: Path):
         kind = "fast/" if name.startswith("fast/") else ""
         folder = runs / "control" / f"{kind}clean"
         again = runs / "control" / f"{'fast+' if kind else ''}reversed" / "clean"
-        measured = measure_rounding(
-            read_record(again), read_record(folder), folder=again, control_folder=folder
+        case = Case(
+            record=read_record(again),
+            control=read_record(folder),
+            folder=again,
+            control_folder=folder,
         )
+        measured = measure_rounding(case)
         return judge(
             read_record(runs / name),
             read_record(folder),

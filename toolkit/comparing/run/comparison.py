@@ -48,7 +48,7 @@ from toolkit.errors import UsageError
 from toolkit.escaping import one_line
 from toolkit.launching.folder_lock import lock_folder
 from toolkit.records.json_files import SCHEMA, write_json
-from toolkit.records.record import RECORD_FILE, Record
+from toolkit.records.record import RECORD_FILE
 from toolkit.records.results import RESULTS_FILE, Control, Results, Row
 from toolkit.tables.terminal import print_line
 
@@ -66,26 +66,12 @@ def may_be_rounding(judgement: Judgement, *, first_step: int = 1) -> bool:
     )
 
 
-def measure_rounding(
-    again: Record, control: Record, *, folder: Path, control_folder: Path, first_step: int = 1
-) -> Rounding | None:
+def measure_rounding(case: Case) -> Rounding | None:
     """Return how far the control parts from itself; None where the two are not one training.
 
-    Args:
-        again: Record of the control that was trained once more, with the rows of each step in
-            reverse.
-        control: Record of the control.
-        folder: Folder of the first, with its final weights below.
-        control_folder: Folder of the second.
-        first_step: First step that is compared.
+    The run of the case is the control that was trained once more, with the rows of each step in
+    reverse.
     """
-    case = Case(
-        record=again,
-        control=control,
-        folder=folder,
-        control_folder=control_folder,
-        first_step=first_step,
-    )
     rows = Judgement()
     judges.judge_data(case, rows)
     if rows.broken:
@@ -241,13 +227,14 @@ class Comparison:
         """Judge all runs by the control's distance from itself, trained once more."""
         control = self.control_start()
         assert control is not None
-        self.rounding = measure_rounding(
-            again.record,
-            control.record,
+        case = Case(
+            record=again.record,
+            control=control.record,
             folder=again.folder,
             control_folder=control.folder,
             first_step=self.first_step(),
         )
+        self.rounding = measure_rounding(case)
         self.make_rows()
 
     def first_step(self) -> int:
