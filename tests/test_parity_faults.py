@@ -7,6 +7,7 @@ is active in every step, since it hides the faults of scale.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,20 +69,15 @@ def judged(runs: Path):
         kind = "fast/" if name.startswith("fast/") else ""
         folder = runs / "control" / f"{kind}clean"
         again = runs / "control" / f"{'fast+' if kind else ''}reversed" / "clean"
-        case = Case(
+        once_more = Case(
             record=read_record(again),
             control=read_record(folder),
             folder=again,
             control_folder=folder,
         )
-        measured = measure_rounding(case)
-        return judge(
-            read_record(runs / name),
-            read_record(folder),
-            folder=runs / name,
-            control_folder=folder,
-            rounding=measured if rounding else None,
-        )
+        measured = measure_rounding(once_more)
+        run = replace(once_more, record=read_record(runs / name), folder=runs / name)
+        return judge(replace(run, rounding=measured if rounding else None))
 
     return judged
 

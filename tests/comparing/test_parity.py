@@ -40,12 +40,14 @@ def compare(tmp_path, make_record, write_weights):
         reference = make_record(strategy="single", ranks=1, steps=steps, start=start)
         record = make_record(steps=steps, ranks=ranks, start=start) | changes
         return judge(
-            record,
-            reference | (control or {}),
-            folder=tmp_path / "run",
-            control_folder=tmp_path / "control",
-            first_step=first_step,
-            rounding=rounding,
+            Case(
+                record=record,
+                control=reference | (control or {}),
+                folder=tmp_path / "run",
+                control_folder=tmp_path / "control",
+                first_step=first_step,
+                rounding=rounding,
+            )
         )
 
     return judged

@@ -227,14 +227,7 @@ class Comparison:
         """Judge all runs by the control's distance from itself, trained once more."""
         control = self.control_start()
         assert control is not None
-        case = Case(
-            record=again.record,
-            control=control.record,
-            folder=again.folder,
-            control_folder=control.folder,
-            first_step=self.first_step(),
-        )
-        self.rounding = measure_rounding(case)
+        self.rounding = measure_rounding(self._case(again, control, self.first_step()))
         self.make_rows()
 
     def first_step(self) -> int:
@@ -276,6 +269,16 @@ class Comparison:
                     row["fix"] = f"This compares one step of the two, link by link: {command}"
             self.rows[planned.name] = row
 
+    def _case(self, start: Finished, control: Finished, first_step: int) -> Case:
+        return Case(
+            record=start.record,
+            control=control.record,
+            folder=start.folder,
+            control_folder=control.folder,
+            first_step=first_step,
+            rounding=self.rounding,
+        )
+
     def _judge(self, start: Finished, control: Finished | None, first_step: int) -> Judgement:
         """Judge a start once only, since reading two sets of weights takes long."""
         if control is None:
@@ -284,14 +287,7 @@ class Comparison:
             return judge_control(start.record)
         pair = (start.folder, control.folder, first_step, self.rounding is not None)
         if pair not in self.judgements:
-            self.judgements[pair] = judgement = judge(
-                start.record,
-                control.record,
-                folder=start.folder,
-                control_folder=control.folder,
-                first_step=first_step,
-                rounding=self.rounding,
-            )
+            self.judgements[pair] = judgement = judge(self._case(start, control, first_step))
             if first_step > 1:
                 note = f"compared from step {first_step}, the first that no run skipped"
                 judgement.notes.append(note)
