@@ -17,7 +17,7 @@ from pathlib import Path
 
 from toolkit import environment
 from toolkit.comparing.parity.gates import judge, limit_of
-from toolkit.comparing.parity.judgement import Judgement
+from toolkit.comparing.parity.judgement import Case, Judgement
 from toolkit.configs import ConfigOptions
 from toolkit.configs.files import write_configs
 from toolkit.launching.launch import launch_command
@@ -62,10 +62,12 @@ def run(folder: Path, model: Path, precision: str, faults: list[str]) -> dict[st
     control = output / CONTROL / "clean"
     return {
         name: judge(
-            read_record(output / name),
-            read_record(control),
-            folder=output / name,
-            control_folder=control,
+            Case(
+                record=read_record(output / name),
+                control=read_record(control),
+                folder=output / name,
+                control_folder=control,
+            )
         )
         for name in ("clean", *faults)
     }

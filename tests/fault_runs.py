@@ -9,6 +9,7 @@ import launches
 
 from toolkit.comparing.bisect.run_pair import TracedRun
 from toolkit.comparing.parity.gates import Judgement, judge
+from toolkit.comparing.parity.judgement import Case
 from toolkit.configs import ConfigOptions
 from toolkit.configs.files import write_configs
 from toolkit.launching.launch import launch_command
@@ -81,10 +82,12 @@ def start_all(
 def judged(runs: Path, name: str) -> Judgement:
     control = runs / "control" / "clean"
     return judge(
-        read_record(runs / name),
-        read_record(control),
-        folder=runs / name,
-        control_folder=control,
+        Case(
+            record=read_record(runs / name),
+            control=read_record(control),
+            folder=runs / name,
+            control_folder=control,
+        )
     )
 
 

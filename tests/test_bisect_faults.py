@@ -243,7 +243,8 @@ def test_the_command_gives_every_backend_the_weights_and_finds_the_step_equal(
         assert run["attestation"]["held"]
         assert run["traffic"]["step"] == 3  # none of them is the evidence's own
         assert len(run["losses"]) == 3
-    assert "accelerate launch" in (tmp_path / "runs" / "bisect.md").read_text()
+        command = tmp_path / "runs" / run["folder"] / "command.txt"
+        assert "accelerate launch" in command.read_text()
 
 
 MODEL_CODE = """

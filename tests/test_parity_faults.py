@@ -7,13 +7,14 @@ is active in every step, since it hides the faults of scale.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fault_runs import start, write_model
 
 from toolkit.comparing.parity.gates import judge
-from toolkit.comparing.parity.judgement import Judgement
+from toolkit.comparing.parity.judgement import Case, Judgement
 from toolkit.comparing.run.comparison import may_be_rounding, measure_rounding
 from toolkit.records.record import Record, read_record
 
@@ -68,16 +69,15 @@ def judged(runs: Path):
         kind = "fast/" if name.startswith("fast/") else ""
         folder = runs / "control" / f"{kind}clean"
         again = runs / "control" / f"{'fast+' if kind else ''}reversed" / "clean"
-        measured = measure_rounding(
-            read_record(again), read_record(folder), folder=again, control_folder=folder
-        )
-        return judge(
-            read_record(runs / name),
-            read_record(folder),
-            folder=runs / name,
+        once_more = Case(
+            record=read_record(again),
+            control=read_record(folder),
+            folder=again,
             control_folder=folder,
-            rounding=measured if rounding else None,
         )
+        measured = measure_rounding(once_more)
+        run = replace(once_more, record=read_record(runs / name), folder=runs / name)
+        return judge(replace(run, rounding=measured if rounding else None))
 
     return judged
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_type_hints
 
 import typer
 
@@ -20,6 +20,9 @@ from toolkit.errors import UsageError, file_sentence, is_full_disk
 from toolkit.jobs.options import PlanOptions, RecommendOptions
 from toolkit.redaction import redact_output
 from toolkit.strategies import STRATEGIES, get_strategy
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def _examples(*lines: str) -> str:
@@ -57,6 +60,17 @@ def _complete_strategies(incomplete: str) -> list[str]:
     """Return the completions of names with commas between, of which the last is incomplete."""
     before, comma, last = incomplete.rpartition(",")
     return [f"{before}{comma}{name}" for name in STRATEGIES if name.startswith(last)]
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console()
+
+
+def _strategies(help: str) -> Any:
+    """Return the option of one strategy or several, whose names a shell completes."""
+    return typer.Option(help=help, autocompletion=_complete_strategies)
 
 
 StrategyName = Annotated[
@@ -212,11 +226,7 @@ def configs_path(
 @_with_options_of(CompareOptions)
 def compare(
     strategies: Annotated[
-        str | None,
-        typer.Option(
-            help="Names with commas between; the usual six if left out.",
-            autocompletion=_complete_strategies,
-        ),
+        str | None, _strategies("Names with commas between; the usual six if left out.")
     ] = None,
     bisect: Annotated[
         tuple[str, str] | None,
@@ -245,8 +255,6 @@ def compare(
     **options: Any,
 ) -> None:
     """Train one causal LM under many strategies, and show them side by side."""
-    from rich.console import Console
-
     if strategies is not None:
         options["strategies"] = tuple(_names(strategies))
     settings = CompareOptions(
@@ -263,12 +271,12 @@ def compare(
 
         if strategies is not None:
             raise UsageError("--bisect names its two runs itself. Leave --strategies out.")
-        raise typer.Exit(bisect_runs(bisect, settings, console=Console(), at=at))
+        raise typer.Exit(bisect_runs(bisect, settings, console=_console(), at=at))
     if at is not None:
         raise UsageError("--at names a step to --bisect: pass --bisect A B too.")
     from toolkit.comparing.run.schedule import compare as run
 
-    raise typer.Exit(run(settings, console=Console()))
+    raise typer.Exit(run(settings, console=_console()))
 
 
 @app.command(
@@ -283,11 +291,7 @@ def compare(
 def train(
     context: typer.Context,
     strategy: Annotated[
-        str | None,
-        typer.Option(
-            help="Its name; left out, the first that fits the GPUs of this machine.",
-            autocompletion=_complete_strategies,
-        ),
+        str | None, _strategies("Its name; left out, the first that fits the GPUs of this machine.")
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="An Accelerate YAML of your own, in place of a strategy.")
@@ -303,15 +307,13 @@ def train(
 
     All other flags are those of toolkit.train: python -m toolkit.train --help lists them.
     """
-    from rich.console import Console
-
     from toolkit.train_command import TrainOptions
     from toolkit.train_command import train as run
 
     options = TrainOptions(
         strategy=strategy, config=config, num_processes=num_processes, anyway=anyway
     )
-    raise typer.Exit(run(context.args, options, console=Console()))
+    raise typer.Exit(run(context.args, options, console=_console()))
 
 
 @app.command(
@@ -458,11 +460,9 @@ def report(
         raise UsageError("--to is for two comparisons; the reports of one stand in its own folder.")
     if second is not None and png:
         raise UsageError("--png is for one comparison. Name one folder, or leave --png out.")
-    from rich.console import Console
-
     from toolkit.comparing.report import write
 
-    console = Console()
+    console = _console()
     if second is not None:
         from toolkit.comparing.report.diff.files import side_by_side
 
@@ -483,11 +483,7 @@ def report(
 def plan(
     model: ModelName,
     strategy: Annotated[
-        str | None,
-        typer.Option(
-            help="One strategy, or several with commas between.",
-            autocompletion=_complete_strategies,
-        ),
+        str | None, _strategies("One strategy, or several with commas between.")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="All strategies, not the usual ones.")] = (
         False
@@ -512,11 +508,9 @@ def plan(
     if as_json:
         _print_json(answer.to_dict())
     else:
-        from rich.console import Console
-
         from toolkit.planning.render import plans
 
-        console = Console()
+        console = _console()
         plans.show_plan(answer, console)
         if explain:
             plans.explain(answer, console)
@@ -587,12 +581,10 @@ def doctor(
     if as_json:
         _print_json(to_json(findings))
     else:
-        from rich.console import Console
-
         from toolkit.doctor.finding import show_causes, show_findings
 
         show = show_findings if path is None else show_causes
-        show(findings, Console())
+        show(findings, _console())
     if count(findings, "fail"):
         raise typer.Exit(1)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, Literal, Never, NoReturn, get_args
 
 from toolkit.errors import UsageError
@@ -278,6 +279,11 @@ def refuse_backend(backend: Never, strategy: Strategy, refuser: str) -> NoReturn
     )
 
 
+_zero = partial(Strategy, backend="deepspeed", zero_stage=3)
+_fsdp = partial(Strategy, backend="fsdp", reshard_after_forward=True)
+_tensor = partial(Strategy, backend="tensor", reshard_after_forward=True, tensor=2)
+_pipeline = partial(Strategy, backend="pipeline", schedule="1f1b")
+
 STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy
     for strategy in (
@@ -288,117 +294,76 @@ STRATEGIES: dict[str, Strategy] = {
             summary="one process, nothing sharded: the control",
         ),
         Strategy(name="ddp", backend="ddp", summary="everything replicated, gradients averaged"),
-        Strategy(
-            name="zero1", backend="deepspeed", zero_stage=1, summary="optimizer states sharded"
-        ),
-        Strategy(
-            name="zero2",
-            backend="deepspeed",
-            zero_stage=2,
-            summary="optimizer states and gradients sharded",
-        ),
-        Strategy(
+        _zero(name="zero1", zero_stage=1, summary="optimizer states sharded"),
+        _zero(name="zero2", zero_stage=2, summary="optimizer states and gradients sharded"),
+        _zero(
             name="zero2_offload",
-            backend="deepspeed",
             zero_stage=2,
             offload_optimizer="cpu",
             summary="as zero2, optimizer states and step on the CPU",
         ),
-        Strategy(
-            name="zero3",
-            backend="deepspeed",
-            zero_stage=3,
-            summary="optimizer states, gradients and parameters sharded",
-        ),
-        Strategy(
+        _zero(name="zero3", summary="optimizer states, gradients and parameters sharded"),
+        _zero(
             name="zero3_offload",
-            backend="deepspeed",
-            zero_stage=3,
             offload_optimizer="cpu",
             offload_parameters="cpu",
             summary="as zero3, all of it kept in host memory",
         ),
-        Strategy(
+        _zero(
             name="zero3_nvme",
-            backend="deepspeed",
-            zero_stage=3,
             offload_optimizer="nvme",
             offload_parameters="nvme",
             summary="as zero3, all of it kept on an NVMe disk",
         ),
-        Strategy(
-            name="fsdp",
-            backend="fsdp",
-            reshard_after_forward=True,
-            summary="FSDP2: everything sharded, parameters freed after forward",
-        ),
-        Strategy(
+        _fsdp(name="fsdp", summary="FSDP2: everything sharded, parameters freed after forward"),
+        _fsdp(
             name="fsdp_grad_op",
-            backend="fsdp",
+            reshard_after_forward=False,
             summary="FSDP2: everything sharded, parameters kept until backward is done",
         ),
-        Strategy(
+        _fsdp(
             name="fsdp_offload",
-            backend="fsdp",
-            reshard_after_forward=True,
             offload_optimizer="cpu",
             offload_parameters="cpu",
             summary="as fsdp, shards and step on the CPU",
         ),
-        Strategy(
+        _fsdp(
             name="fsdp_hybrid",
-            backend="fsdp",
-            reshard_after_forward=True,
             replicas=2,
             num_processes=4,
             summary="FSDP2: sharded inside a group, replicated across groups",
         ),
-        Strategy(
+        _tensor(
             name="tensor",
-            backend="tensor",
-            reshard_after_forward=True,
-            tensor=2,
             summary="every matrix split over two ranks; several such groups shard by FSDP2",
         ),
-        Strategy(
+        _tensor(
             name="tensor_ddp",
-            backend="tensor",
-            reshard_after_forward=True,
-            tensor=2,
             replicas=2,
             num_processes=4,
             summary="as tensor; several groups average their gradients and shard nothing",
         ),
-        Strategy(
+        _fsdp(
             name="context",
-            backend="fsdp",
-            reshard_after_forward=True,
             sequence=ALL_RANKS,
             summary="each row split over all ranks, keys and values going around; sharded as fsdp",
         ),
-        Strategy(
+        _zero(
             name="ulysses",
-            backend="deepspeed",
-            zero_stage=3,
             sequence=ALL_RANKS,
             summary="each row split over all ranks, which swap tokens for heads; sharded as zero3",
         ),
-        Strategy(
+        _pipeline(
             name="pipeline",
-            backend="pipeline",
-            schedule="1f1b",
             summary="layers cut into stages, through which the micro-batches follow each other",
         ),
-        Strategy(
+        _pipeline(
             name="layer_split",
-            backend="pipeline",
             schedule="one_at_a_time",
             summary="layers cut into stages, with one rank at work and the others waiting",
         ),
-        Strategy(
+        _pipeline(
             name="three_d",
-            backend="pipeline",
-            schedule="1f1b",
             pipeline=2,
             tensor=2,
             num_processes=8,

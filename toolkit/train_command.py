@@ -13,7 +13,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,36 +29,31 @@ from toolkit.configs.accelerate import check_num_processes, num_processes_proble
 from toolkit.configs.check.command import refuse_errors
 from toolkit.configs.files import cached_configs
 from toolkit.data.flags import typed_flags
+from toolkit.environment import InstalledGpu, memory_bytes, missing_for
 from toolkit.errors import UsageError
 from toolkit.escaping import shell_line
+from toolkit.jobs.terms import GIB
 from toolkit.launching.folder_lock import lock_folder
 from toolkit.launching.forking import warm_launches
 from toolkit.launching.launch import launch_command, run
 from toolkit.launching.outcome import Outcome
 from toolkit.launching.preflight import PrepareError, prepare_launch
 from toolkit.launching.step_lines import Display
-from toolkit.planning.of_run import RunFacts
+from toolkit.planning.memory.estimate import estimate_memory
+from toolkit.planning.of_run import RunFacts, job_of
+from toolkit.planning.remedies import remedies, together
+from toolkit.planning.render.commands import flags_of
+from toolkit.planning.search import OFFLOADED, ORDER
+from toolkit.planning.verdict import Room, Verdict, judge
 from toolkit.records.record import read_record
 from toolkit.records.summary import last_words, without
 from toolkit.redaction import learn, redacted_words
-from toolkit.strategies import Strategy, get_strategy
+from toolkit.strategies import STRATEGIES, Strategy, get_strategy
 from toolkit.tables.terminal import print_line
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-
-from collections.abc import Container, Iterator
-
-from toolkit.environment import InstalledGpu, memory_bytes, missing_for
-from toolkit.jobs.terms import GIB
-from toolkit.planning.memory.estimate import estimate_memory
-from toolkit.planning.of_run import job_of
-from toolkit.planning.remedies import remedies, together
-from toolkit.planning.render.commands import flags_of
-from toolkit.planning.search import OFFLOADED, ORDER
-from toolkit.planning.verdict import Room, Verdict, judge
-from toolkit.strategies import STRATEGIES
 
 _TRIED = {"ddp", "zero1", "fsdp", "zero2", "zero3", *OFFLOADED}
 ALONE = ("single", *(name for name in ORDER if name in OFFLOADED))

@@ -9,6 +9,7 @@ from safetensors.numpy import save_file
 from small_llama import CONFIG
 
 from toolkit.comparing.parity.gates import judge
+from toolkit.comparing.parity.judgement import Case
 from toolkit.comparing.report.diff.match import SAME_TRAINING, Side
 from toolkit.comparing.report.words import method_in_words
 from toolkit.comparing.run.rows import NO_CONVENTION, compute_of
@@ -44,10 +45,12 @@ def judged(tmp_path, make_record):
             records[place] = make_record(start=model)
             records[place]["training"] |= LORA
         return judge(
-            records["run"],
-            records["control"],
-            folder=tmp_path / "run",
-            control_folder=tmp_path / "control",
+            Case(
+                record=records["run"],
+                control=records["control"],
+                folder=tmp_path / "run",
+                control_folder=tmp_path / "control",
+            )
         )
 
     return judge_them

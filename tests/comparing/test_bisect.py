@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from toolkit.comparing.bisect import running
-from toolkit.comparing.bisect.finding import ROUNDINGS, StepResult, as_lines, as_page, bisect
+from toolkit.comparing.bisect.finding import ROUNDINGS, StepResult, as_lines, bisect
 from toolkit.comparing.bisect.run_pair import TracedRun
 from toolkit.comparing.bisect.running import bisect_runs, step_of_gates
 from toolkit.comparing.run.folders import FailedStart, Finished
@@ -618,35 +618,6 @@ def test_what_follows_the_first_difference_is_a_consequence(side):
         in (lines)
     )
     assert any(line.split() == ["gradients", "equal"] for line in lines)
-
-
-def test_the_table_says_each_verdict_once(side):
-    found = bisect(side(), side("zero2", with_group(learning_rate=2e-3)))
-    table = [
-        line.split("|")
-        for line in as_page(StepResult(runs={}, bisection=found)).splitlines()
-        if line.startswith("|")
-    ]
-    cells = {line[1].strip(): line[2].strip() for line in table[2:]}
-    assert {len(line) for line in table} == {4}
-    assert cells["learning rate"].startswith("differs: 0.001 in single")
-    assert cells["gradients"] == "equal"
-    assert cells["batch"].startswith("equal: ")
-    assert all(each.count("equal") + each.count("differs") <= 1 for each in cells.values())
-
-
-def test_what_a_run_says_cannot_become_part_of_the_page(side):
-    evil = "<b>a</b> | `x` [a](http://b)"
-    found = bisect(side(), side("zero2", with_group(learning_rate=2e-3)))
-    finding = dataclasses.replace(found.findings[0], verdict="differs", words=evil)
-    page = as_page(
-        StepResult(
-            runs={}, bisection=dataclasses.replace(found, findings=(finding,), notes=(evil,))
-        )
-    )
-    assert page.count(r"&lt;b&gt;a&lt;/b&gt; \| \`x\` \[a\](http://b)") == 3
-    failed = as_page(StepResult(runs={}, bisection=None, problem=[evil, "Nothing was compared."]))
-    assert failed.endswith(r"\[a\](http://b)" + "\n\nNothing was compared.\n")
 
 
 def noisy(by, seed):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from toolkit.comparing.parity.gates import judge
+from toolkit.comparing.parity.judgement import Case
 from toolkit.comparing.report.runs_table import runs_table
 from toolkit.comparing.report.sections import parts
 from toolkit.comparing.report.sections.agreement import agreement, evaluation, samples
@@ -44,10 +45,12 @@ def compare(tmp_path, make_record, write_weights):
         reference = make_record(strategy="single", ranks=1, steps=4, start=start)
         record = make_record(steps=4, start=start) | {"evaluation": found} | changes
         return judge(
-            record,
-            reference | {"evaluation": control},
-            folder=tmp_path / "run",
-            control_folder=tmp_path / "control",
+            Case(
+                record=record,
+                control=reference | {"evaluation": control},
+                folder=tmp_path / "run",
+                control_folder=tmp_path / "control",
+            )
         )
 
     return judged

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from toolkit.comparing.parity.gates import (
 from toolkit.comparing.parity.judgement import (
     GATED_STEPS,
     ROUNDED,
+    Case,
     Rounding,
     broken_sentence,
 )
@@ -38,12 +40,14 @@ def compare(tmp_path, make_record, write_weights):
         reference = make_record(strategy="single", ranks=1, steps=steps, start=start)
         record = make_record(steps=steps, ranks=ranks, start=start) | changes
         return judge(
-            record,
-            reference | (control or {}),
-            folder=tmp_path / "run",
-            control_folder=tmp_path / "control",
-            first_step=first_step,
-            rounding=rounding,
+            Case(
+                record=record,
+                control=reference | (control or {}),
+                folder=tmp_path / "run",
+                control_folder=tmp_path / "control",
+                first_step=first_step,
+                rounding=rounding,
+            )
         )
 
     return judged
@@ -542,20 +546,20 @@ def test_final_weights_are_held_against_those_of_the_control_s_second_training(c
 
 
 def test_rounding_is_measured_only_between_two_trainings_on_the_same_rows(compare, make_record):
-    start = {"folder": Path(), "control_folder": Path()}
     control = make_record(strategy="single", ranks=1)
     control["sample_ids"] = [[[1, 2]], [[3, 4]], [[5, 6]], [[7, 8]]]
     again = control | {
         "sample_ids": [[[2, 1]], [[4, 3]], [[6, 5]], [[8, 7]]],
         "losses": losses_with(2e-6, at=2),
     }
-    measured = measure_rounding(again, control, **start)
+    case = Case(record=again, control=control, folder=Path(), control_folder=Path())
+    measured = measure_rounding(case)
     assert measured.steps["loss"] == {
         1: 0.0,
         **dict.fromkeys((2, 3, 4), pytest.approx(2e-6, rel=1e-3)),
     }
     other = again | {"sample_ids": [[[2, 3]], [[4, 1]], [[6, 5]], [[8, 7]]]}
-    assert measure_rounding(other, control, **start) is None
+    assert measure_rounding(replace(case, record=other)) is None
 
 
 def test_every_precision_has_gates():

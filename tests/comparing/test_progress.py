@@ -2,10 +2,10 @@
 
 import io
 import os
-import re
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -16,12 +16,10 @@ from toolkit.comparing.run.plan import build_plan
 from toolkit.comparing.run.progress import (
     BUILT_IN,
     QUIET_SECONDS,
-    LiveTable,
+    LinesAndBar,
     ProgressLines,
-    TimeLeft,
-    about,
-    bar,
     first_words,
+    shown_progress,
     waiting,
 )
 from toolkit.data.sources import BUILT_IN_DATA
@@ -35,56 +33,44 @@ def plan():
     return build_plan(OPTIONS, gpus=0, missing=lambda strategy: None)
 
 
-def shown(table):
-    """Return the table's rows by name, the text under them, and the filled part of the bar."""
+def test_on_a_terminal_a_bar_counts_the_steps_of_all_runs(plan, make_row):
     stream = io.StringIO()
-    content = table.render()
-    Console(file=stream, width=120).print(content)
-    rows, below = {}, []
-    for line in filter(str.strip, stream.getvalue().splitlines()):
-        name, *cells = re.split(r"  +", line.strip())
-        if name in ("single", "ddp"):
-            rows[name] = cells
-        elif rows:
-            below.append(line.strip())
-    (bar,) = content.renderables[1].columns[0].cells
-    return rows, " ".join(below), bar.completed
-
-
-def test_a_live_table_counts_the_steps_of_the_run_that_goes_on(plan, make_row):
-    table = LiveTable(Console(file=io.StringIO(), width=120), plan, OPTIONS)
+    lines = LinesAndBar(Console(file=stream, width=120), steps=10, shown_name=plan.shown_name)
     single, ddp = plan.runs
-    rows, words, share = shown(table)
-    assert {cells[0] for cells in rows.values()} == {"waiting"}
-    assert share == 0
+    lines.start(single, 1, 2)
+    (task,) = lines.bar.tasks
+    assert (task.description, task.completed, task.total) == ("[1/2] single, step 0", 0, 20)
+    lines.step(5)
+    assert (task.description, task.completed) == ("[1/2] single, step 5", 5)
+    assert stream.getvalue() == ""
 
-    table.start(single, 1, 2)
-    rows, words, share = shown(table)
-    assert re.fullmatch(r"step 0, \d s", rows["single"][0])
-    assert "run 1 of 2" in words
-    assert share == 0
+    lines.line("toolkit: a build of a minute")
+    lines.finish(single, make_row(strategy="single", final_loss=4.25), None)
+    begun, build, ended = stream.getvalue().splitlines()
+    assert begun == "[1/2] single: 1 process"
+    assert build == "[1/2] single: toolkit: a build of a minute"
+    assert ended.startswith("[1/2] single: ok in 12 s, final loss 4.2500")
 
-    table.step(5)  # of the 6 that are compared, and 4 for the speed
-    table.line("\x1b[1mtoolkit: a build of a minute\n")
-    rows, words, share = shown(table)
-    assert rows["single"][0].startswith("step 5, ")
-    assert "toolkit: a build of a minute" in words
-    assert share == pytest.approx(0.25)
+    lines.start(ddp, 2, 2, "repeat 1 of 3")
+    assert task.description == "[2/2] ddp, repeat 1 of 3, step 0"
+    assert task.completed == 10
+    lines.step(50)
+    assert task.completed == 20
+    lines.finish(ddp, make_row(), None)
+    (_, _, _, ended) = stream.getvalue().splitlines()
+    assert ended.startswith("[2/2] ddp, repeat 1 of 3: 2 processes, ok in 12 s")
 
-    table.finish(single, make_row(strategy="single", final_loss=4.25), None)
-    rows, words, share = shown(table)
-    assert rows["single"][0] == "ok"
-    assert "4.2500" in rows["single"]
-    assert share == pytest.approx(0.5)
 
-    table.start(ddp, 2, 2, "repeat 1 of 3")
-    rows, words, share = shown(table)
-    assert rows["ddp"][0].startswith("repeat 1 of 3, step 0, ")
-    assert set(rows["ddp"][1:]) == {"-"}
-    assert "toolkit: a build" not in words
-    assert share == pytest.approx(0.5)
-    table.step(50)
-    assert shown(table)[2] == 1
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_line_of_a_run_that_is_interrupted_is_printed(terminal, plan):
+    stream = io.StringIO()
+    console = Console(file=stream, width=100, force_terminal=terminal)
+    with suppress(KeyboardInterrupt), shown_progress(console, plan, OPTIONS) as lines:
+        lines.start(plan.runs[0], 1, 2)
+        lines.step(4)
+        raise KeyboardInterrupt
+    assert "[1/2] single: 1 process" in stream.getvalue()
+    assert ("step 4" in stream.getvalue()) is terminal
 
 
 def test_lines_say_start_announcements_and_end_of_a_run(plan, make_row):
@@ -131,20 +117,6 @@ def test_a_run_is_one_line_that_fills_and_its_settings_stand_in_the_log(plan, ma
     assert stream.getvalue().splitlines()[1:] == ["[2/2] ddp: 2 processes", "Interrupted."]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [
-        (1, "about 5 s"),
-        (43, "about 45 s"),
-        (56, "about a minute"),
-        (170, "about 3 minutes"),
-        (7200, "about 2.0 hours"),
-    ],
-)
-def test_times_are_said_as_one_says_them(seconds, said):
-    assert about(seconds) == said
-
-
 @pytest.mark.parametrize("flags", [(), ("--max-length", "512"), ("--model_name_or_path=mine",)])
 def test_a_first_run_is_told_from_a_later_one_by_the_cache(flags, tmp_path, monkeypatch):
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
@@ -161,41 +133,13 @@ def test_a_first_run_is_told_from_a_later_one_by_the_cache(flags, tmp_path, monk
     assert later.startswith("Importing libraries, preparing model and data. Then 1 run of 30 steps")
 
 
-def test_what_is_left_is_told_by_the_runs_that_ended():
-    now = iter([0.0, 20.0, 30.0, 30.1, 40.0, 80.0, 90.0, 100.0])
-    left = TimeLeft(clock=lambda: next(now))
-    left.start(1, 4)
-    assert left.words() is None
-    left.finish()
-    assert left.words() == "about a minute left"
-    left.start(2, 4)
-    left.finish()  # at once: skipped
-    assert left.seconds_of_runs == [20.0]
-    left.start(3, 4)
-    left.finish()
-    assert left.words() == "about 30 s left"
-    left.start(4, 4)
-    left.finish()
-    assert left.words() is None
-
-
-@pytest.mark.parametrize("share", [None, 0.0, 0.5, 7.0])
-def test_a_bar_is_one_line_with_its_words(share):
-    stream = io.StringIO()
-    console = Console(file=stream, width=60)
-    console.print(bar("run 2 of 6", share=share, width=60))
-    (line,) = stream.getvalue().splitlines()
-    assert "run 2 of 6" in line
-    assert len(line) <= 60
-
-
 def test_a_bar_is_shown_on_a_terminal_alone():
     for terminal in (True, False):
         stream = io.StringIO()
         console = Console(file=stream, width=60, force_terminal=terminal)
         with waiting("Preparing model and data", console=console):
             time.sleep(0.3)
-        assert ("Preparing model and data: 0 s" in stream.getvalue()) is terminal
+        assert ("Preparing model and data" in stream.getvalue()) is terminal
 
 
 def test_a_first_run_says_at_once_what_it_does(tmp_path):

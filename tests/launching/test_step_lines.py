@@ -60,3 +60,12 @@ def test_a_terminal_has_a_bar_whose_last_state_stays():
         display.line("step 2/2: loss 1.0")
     last = shown.getvalue().rpartition("━")[2]
     assert "step 2/2: loss 1.0" in last
+
+
+def test_a_bar_is_one_line_with_its_words_however_narrow_the_terminal():
+    shown = io.StringIO()
+    display = Display(Console(file=shown, force_terminal=True, width=60, color_system=None))
+    with display.shown():
+        display.line("step 1/2: loss 2.0 and words beyond the width of the terminal")
+    assert all(len(line) <= 60 for line in re.split(r"\n|\r|\x1b\[\w+", shown.getvalue()))
+    assert "step 1/2" in shown.getvalue()

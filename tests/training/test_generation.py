@@ -12,7 +12,7 @@ from toolkit.engines.wrapped import Wrapped
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import get_strategy
-from toolkit.training.evaluation_observer import NEW_TOKENS, Samples, continuations
+from toolkit.training.evaluation import NEW_TOKENS, Samples, continuations
 from toolkit.training.generation import generation_config_of, stop_tokens
 from toolkit.training.model import build_model
 from toolkit.training.saving import save_model

@@ -6,8 +6,8 @@ from test_preflight import ROWS
 from toolkit.errors import UsageError
 from toolkit.strategies import STRATEGIES
 from toolkit.training.arguments import own_arguments
-from toolkit.training.pipelines import bubble_note, with_schedule
 from toolkit.training.preflight import preflight
+from toolkit.training.split_requests import bubble_note, with_schedule
 
 STEP = ("--gradient_accumulation_steps", "5")
 

@@ -23,8 +23,7 @@ from toolkit.measuring.peak import PeakLedger
 from toolkit.records.evidence import IGNORED
 from toolkit.strategies import STRATEGIES
 from toolkit.training.arguments import own_arguments, training_values
-from toolkit.training.evaluation import loss_and_tokens
-from toolkit.training.evaluation_observer import continuations
+from toolkit.training.evaluation import continuations, loss_and_tokens
 from toolkit.training.loop import ddp_options
 from toolkit.training.model import build_model
 from toolkit.training.precision import requested_precision, with_precision

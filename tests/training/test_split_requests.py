@@ -9,7 +9,7 @@ from toolkit.comparing.bisect.running import _strategy_and_engine
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.errors import UsageError
 from toolkit.training.preflight import preflight
-from toolkit.training.split_rows import _ring_problem, model_problem
+from toolkit.training.split_requests import _ring_problem, model_problem
 
 LENGTH = 64
 

@@ -79,6 +79,19 @@ class Diagnosis:
         return self.name != UNKNOWN
 
 
+def _diagnosis(
+    name: str, text: str, fix: str, lines: Sequence[Line], ranks: Sequence[int | None] = ()
+) -> Diagnosis:
+    """Return a diagnosis by the lines that it was concluded from; a rank may not be known."""
+    return Diagnosis(
+        name=name,
+        text=text,
+        fix=fix,
+        evidence=tuple(line.shown() for line in lines),
+        ranks=tuple(rank for rank in ranks if rank is not None),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Match:
     failure: Failure
@@ -209,27 +222,19 @@ def _explains(matches: Sequence[_Match], exit_: Exit) -> bool:
 
 def _of_failure(first: _Match, matches: Sequence[_Match], log: Log) -> Diagnosis:
     failure, cause = first.failure, first.cause
-    same = [match.failure for match in matches if match.cause is cause]
-    if cause is None:
-        same = [failure]
-    ranks = sorted({item.rank for item in same if item.rank is not None})
     if cause is None or first.match is None:
         return _lost(failure) if first.order == ORDER["echo"] else _unknown(failure)
-    evidence = [
-        _matched_line(item.failure, item.match).shown()
-        for item in matches
-        if item.cause is cause and item.match is not None
-    ][:MOST_EVIDENCE]
+    same = [match for match in matches if match.cause is cause]
+    ranks = sorted({one.failure.rank for one in same if one.failure.rank is not None})
+    lines = [_matched_line(one.failure, one.match) for one in same if one.match is not None]
     text, fix = cause.sentence(first.match), cause.remedy(first.match)
     if cause.name in OUT_OF_MEMORY:
         text, fix = _in_phase(failure, text, fix)
     if cause.kind == "waiting":
-        text = _with_missing(text, [match for match in matches if match.cause is cause], log)
+        text = _with_missing(text, same, log)
     else:
         text = _with_ranks(text, ranks, log)
-    return Diagnosis(
-        name=cause.name, text=text, fix=fix, evidence=tuple(evidence), ranks=tuple(ranks)
-    )
+    return _diagnosis(cause.name, text, fix, lines[:MOST_EVIDENCE], ranks)
 
 
 def _matched_line(failure: Failure, match: re.Match[str]) -> Line:
@@ -288,24 +293,13 @@ def _listed(ranks: Sequence[int]) -> str:
 
 def _lost(failure: Failure) -> Diagnosis:
     cause = cause_named(LOST)
-    return Diagnosis(
-        name=cause.name,
-        text=cause.text,
-        fix=cause.fix,
-        evidence=(failure.lines[0].shown(),),
-        ranks=() if failure.rank is None else (failure.rank,),
-    )
+    return _diagnosis(cause.name, cause.text, cause.fix, failure.lines[:1], [failure.rank])
 
 
 def _of_exit(exit_: Exit, cause: Cause) -> Diagnosis:
     who = "a rank" if exit_.rank is None else f"rank {exit_.rank}"
-    return Diagnosis(
-        name=cause.name,
-        text=cause.text.format(who=who[0].upper() + who[1:]),
-        fix=cause.fix,
-        evidence=(exit_.line.shown(),),
-        ranks=() if exit_.rank is None else (exit_.rank,),
-    )
+    text = cause.text.format(who=who[0].upper() + who[1:])
+    return _diagnosis(cause.name, text, cause.fix, [exit_.line], [exit_.rank])
 
 
 def _unknown(failure: Failure) -> Diagnosis:
@@ -317,26 +311,18 @@ def _unknown(failure: Failure) -> Diagnosis:
         what = f"The log breaks off in a traceback of {who}, before its error"
     elif not failure.is_exception:
         what = f"{what} (the log does not show whether it ended the run)"
-    return Diagnosis(
-        name=UNKNOWN,
-        text=f"No known cause fits. {what}: {shorten(first)}",
-        fix="Read the traceback at the first line named below.",
-        evidence=(failure.lines[0].shown(),),
-        ranks=() if failure.rank is None else (failure.rank,),
-    )
+    text = f"No known cause fits. {what}: {shorten(first)}"
+    fix = "Read the traceback at the first line named below."
+    return _diagnosis(UNKNOWN, text, fix, failure.lines[:1], [failure.rank])
 
 
 def _unknown_exit(log: Log, exit_: Exit) -> Diagnosis:
     who = "A process" if exit_.rank is None else f"Rank {exit_.rank}"
     why = EXITS.get(exit_.code, "")
     lines = [exit_.line] if log.last is None or log.last == exit_.line else [log.last, exit_.line]
-    return Diagnosis(
-        name=UNKNOWN,
-        text=f"{who} ended first, with code {exit_.code}; the log has no error of its own{why}.",
-        fix="Read the output of that process: torchrun --log-dir LOGS --redirects 3 keeps it.",
-        evidence=tuple(line.shown() for line in lines),
-        ranks=() if exit_.rank is None else (exit_.rank,),
-    )
+    text = f"{who} ended first, with code {exit_.code}; the log has no error of its own{why}."
+    fix = "Read the output of that process: torchrun --log-dir LOGS --redirects 3 keeps it."
+    return _diagnosis(UNKNOWN, text, fix, lines, [exit_.rank])
 
 
 def _of_metrics(log: Log) -> Diagnosis | None:
@@ -364,16 +350,13 @@ def _of_metrics(log: Log) -> Diagnosis | None:
 
 def _of_lines(cause: Cause, text: str, line: Line) -> Diagnosis:
     text = f"{text} {cause.text}" if cause.name == "nothing-learned" else text
-    return Diagnosis(name=cause.name, text=text, fix=cause.fix, evidence=(line.shown(),))
+    return _diagnosis(cause.name, text, cause.fix, [line])
 
 
 def _of_good_run(failure: Failure, kind: Kind) -> Diagnosis | None:
     for cause in causes():
         if cause.kind == kind and not failure.is_exception and (m := cause.match(failure.text)):
-            evidence = tuple(line.shown() for line in failure.lines)
-            return Diagnosis(
-                name=cause.name, text=cause.sentence(m), fix=cause.fix, evidence=evidence
-            )
+            return _diagnosis(cause.name, cause.sentence(m), cause.fix, failure.lines)
     return None
 
 

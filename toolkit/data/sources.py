@@ -10,34 +10,30 @@ from the sources of the running Python, which are never imported, and cached.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
+import json
+import logging
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from toolkit.data.arguments import DataArguments
-from toolkit.data.tokens import digest
+from toolkit.data.cache import build_once
+from toolkit.data.tokens import digest, text_hash
+from toolkit.environment import cache_root
 from toolkit.errors import UsageError, sentence_of
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder, IterableDataset
 
-
-import ast
-import json
-import logging
-import sysconfig
-import warnings
-from collections.abc import Sequence
-
-from toolkit.data.cache import build_once
-from toolkit.data.tokens import text_hash
-from toolkit.environment import cache_root
 
 DEEPEST: Final = 100
 """Most levels of nesting in a row: Arrow (26.0) takes fewer, and thousands crash it."""

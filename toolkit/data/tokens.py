@@ -10,27 +10,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
 
+from toolkit.errors import UsageError, sentence_of
 from toolkit.records.evidence import IGNORED
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
     from transformers import PreTrainedTokenizerBase
 
-
-import re
-from importlib.metadata import version
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
-
-from toolkit.errors import UsageError, sentence_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 SMALLEST_SHARE: Final = 0.5
 """Least share of a model's ids that its own tokenizer has tokens for. Models have more ids than

@@ -93,7 +93,8 @@ def _of_run(folder: Path, *, name: str = RUN, row: Row | None = None) -> list[Fi
         step = min(status.step for status in statuses)
         return [ok(name, f"It is still running; every rank has finished step {step}.")]
     record = _record(folder)
-    if record is not None and record["status"] == "ok" and not _has_ended_badly(statuses):
+    all_finished = all(status.state == "finished" for status in statuses)
+    if record is not None and record["status"] == "ok" and all_finished:
         return [ok(name, "It ended well."), *_sending(record, name)]
     log = read_log(folder / LOG_FILE) if (folder / LOG_FILE).exists() else Log()
     if stopped := [status for status in statuses if status.state == "preempted"]:
@@ -247,10 +248,6 @@ def _slow_rows(results: Results) -> list[Finding]:
 
 def _running(statuses: Sequence[RankStatus]) -> list[RankStatus]:
     return [status for status in statuses if status.state == "running"]
-
-
-def _has_ended_badly(statuses: Sequence[RankStatus]) -> bool:
-    return any(status.state != "finished" for status in statuses)
 
 
 def _vanished(status: RankStatus, name: str) -> Finding:

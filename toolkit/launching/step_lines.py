@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,7 +14,7 @@ from toolkit.environment import GIB
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
+    from rich.progress import Progress, ProgressColumn
 
 QUIET_SECONDS: Final = 10.0
 """Time between two printed lines."""
@@ -71,7 +71,10 @@ class Display:
         self.has_bar = console.is_terminal if bar is None else bar
         self._quiet_seconds = 0.0 if every_line else QUIET_SECONDS
         self._shown_at: float | None = None
-        self._share, self._words = 0.0, ""
+        on_stderr = self.console.stderr
+        self._bar = progress_bar(
+            self.console, redirect_stdout=not on_stderr, redirect_stderr=on_stderr
+        )
 
     def line(self, text: str) -> bool:
         """Show a line of a step, and say whether the text is one."""
@@ -79,7 +82,8 @@ class Display:
         if match is None:
             return False
         step, total = int(match[1]), int(match[2])
-        self._share, self._words = step / total, text
+        if self.has_bar:
+            show_progress(self._bar, text, step=step, of=total)
         now = time.monotonic()
         due = self._shown_at is None or now - self._shown_at >= self._quiet_seconds
         if not self.has_bar and (due or step == total):
@@ -87,42 +91,23 @@ class Display:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
         return True
 
-    @contextmanager
-    def shown(self) -> Generator[None]:
-        """Keep the bar on the terminal while the context lasts; its last state stays there."""
-        if not self.has_bar:
-            yield
-            return
-        from rich.live import Live
-
-        with Live(
-            console=self.console,
-            refresh_per_second=4,
-            get_renderable=self._render,
-            redirect_stdout=not self.console.stderr,
-            redirect_stderr=self.console.stderr,
-        ):
-            yield
-
-    def _render(self) -> Table | str:
-        if not self._words:
-            return ""
-        return bar(self._words, share=self._share, width=self.console.width)
+    def shown(self) -> AbstractContextManager[object]:
+        """Return the context in which the bar is on the terminal; its last state stays there."""
+        return self._bar if self.has_bar else nullcontext()
 
 
-def bar(text: str, *, share: float | None, width: int) -> Table:
-    """Return a line of `width` characters for a live display: a bar, and words beside it.
+def progress_bar(console: Console, *times: ProgressColumn, **options: Any) -> Progress:
+    """Return a bar for a terminal with words beside it, and `times`, all on one line."""
+    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.table import Column
 
-    `share` is the part of the bar that is full, 0 to 1; None where that is not known.
-    """
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-    from rich.text import Text
+    on_one_line = Column(no_wrap=True, overflow="ellipsis")
+    words = TextColumn("{task.description}", markup=False, table_column=on_one_line)
+    return Progress(BarColumn(), words, *times, console=console, **options)
 
-    length = max(10, min(40, width - len(text) - 2))
-    progress = ProgressBar(
-        total=1.0, completed=min(share or 0.0, 1.0), pulse=share is None, width=length
-    )
-    line = Table.grid(padding=(0, 1))
-    line.add_row(progress, Text(text, no_wrap=True, overflow="ellipsis"))
-    return line
+
+def show_progress(bar: Progress, words: str, *, step: int = 0, of: int | None = None) -> None:
+    """Show words and a step of how many; None: the bar moves, since that is not known."""
+    if not bar.tasks:
+        bar.add_task(words)
+    bar.update(bar.task_ids[0], description=words, completed=step, total=of)

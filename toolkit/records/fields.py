@@ -13,7 +13,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from operator import itemgetter
 from typing import (
     Annotated,
@@ -108,6 +108,10 @@ def _held(column: str, *, csv: str = "{name}", missing: str = NO_STEP) -> Fact:
 def _slowest(column: str, *, null_means: str | None = None) -> Fact:
     """Declare a time before timing begins; a record has the value of the slowest rank."""
     return Fact("seconds", "warm-up", column, merge=max, null_means=null_means)
+
+
+_served = partial(Fact, "bytes", "server")
+"""Declares bytes of a parameter server's step."""
 
 
 class Gap(TypedDict):
@@ -371,7 +375,7 @@ class Sample(TypedDict):
 class PipelineSlots(TypedDict):
     """Work and waiting of the ranks in one step, in slots (`backends.schedules`)."""
 
-    schedule: Annotated[str, Fact("text", "pipeline", "schedule", csv="schedule")]
+    schedule: Annotated[str, Fact("text", "pipeline", "schedule")]
     """Name of the schedule: `gpipe`, `1f1b`, ..."""
 
     layers: list[list[int]]
@@ -427,48 +431,32 @@ class ServerLoad(TypedDict):
     workers: Annotated[FromOne, Fact("count", "server", "workers", csv="server_workers")]
     """Number of ranks that push gradients to it and pull weights."""
 
-    received_bytes: Annotated[
-        Count, Fact("bytes", "server", "received by the server", csv="server_received_bytes")
-    ]
+    received_bytes: Annotated[Count, _served("received by the server", csv="server_received_bytes")]
     """Bytes of gradients that it received."""
 
-    sent_bytes: Annotated[
-        Count, Fact("bytes", "server", "sent by the server", csv="server_sent_bytes")
-    ]
+    sent_bytes: Annotated[Count, _served("sent by the server", csv="server_sent_bytes")]
     """Bytes of weights that it sent."""
 
-    expected_bytes: Annotated[Count, Fact("bytes", "server", "each by the formula", csv=None)]
+    expected_bytes: Annotated[Count, _served("each by the formula", csv=None)]
     """Bytes of either by the formula: workers times the bytes of the trained parameters."""
 
-    worker_sent_bytes: Annotated[
-        Count, Fact("bytes", "server", "sent by a worker", csv="worker_sent_bytes")
-    ]
+    worker_sent_bytes: Annotated[Count, _served("sent by a worker")]
     """Most bytes of gradients that a worker sent."""
 
-    worker_received_bytes: Annotated[
-        Count, Fact("bytes", "server", "received by a worker", csv="worker_received_bytes")
-    ]
+    worker_received_bytes: Annotated[Count, _served("received by a worker")]
     """Most bytes of weights that a worker received."""
 
-    all_reduce_bytes: Annotated[
-        Size, Fact("bytes", "server", "each rank of an all-reduce", csv="all_reduce_bytes")
-    ]
+    all_reduce_bytes: Annotated[Size, _served("each rank of an all-reduce")]
     """Bytes that each rank would send, and receive, if a ring reduced the same gradients, as under
     `ddp`."""
 
-    states_bytes: Annotated[
-        Count, Fact("bytes", "server", "states of the server", csv="server_states_bytes")
-    ]
+    states_bytes: Annotated[Count, _served("states of the server", csv="server_states_bytes")]
     """Bytes of the server's parameters, gradients and optimizer states."""
 
-    buffer_bytes: Annotated[
-        Count, Fact("bytes", "server", "its receive buffers", csv="server_buffer_bytes")
-    ]
+    buffer_bytes: Annotated[Count, _served("its receive buffers", csv="server_buffer_bytes")]
     """Bytes of its buffers for arriving gradients: the largest one of each worker."""
 
-    worker_states_bytes: Annotated[
-        Count, Fact("bytes", "server", "states of a worker", csv="worker_states_bytes")
-    ]
+    worker_states_bytes: Annotated[Count, _served("states of a worker")]
     """Most bytes of a worker's parameters, gradients and optimizer states."""
 
 

@@ -13,10 +13,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, cast, get_type_hints
 
 import psutil
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
@@ -34,10 +34,6 @@ from toolkit.training.speed_arguments import SpeedArguments
 if TYPE_CHECKING:
     from transformers import TrainingArguments
     from transformers.trainer_pt_utils import AcceleratorConfig
-
-
-from collections.abc import Callable
-from typing import Final
 
 
 @dataclass(frozen=True, slots=True)

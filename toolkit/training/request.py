@@ -58,11 +58,10 @@ from toolkit.training.model import (
     resolve_tokenizer,
 )
 from toolkit.training.model_checks import check_loadable, check_split, has_weights
-from toolkit.training.pipelines import bubble_note, check_pipeline, with_schedule
 from toolkit.training.precision import requested_precision, with_precision
 from toolkit.training.run_folder import check_names
 from toolkit.training.speed_arguments import check_model, check_speed
-from toolkit.training.split_rows import check_rows
+from toolkit.training.split_requests import bubble_note, check_pipeline, check_rows, with_schedule
 from toolkit.training.tracking import names_of_trackers, requested_trackers
 
 

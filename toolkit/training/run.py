@@ -52,17 +52,17 @@ from toolkit.training.adapters import load_for
 from toolkit.training.arguments import syncs_each_batch
 from toolkit.training.card import card_of_run
 from toolkit.training.dropout import RandomForwards, turn_off
-from toolkit.training.evaluation_observer import BeforeAndAfter
+from toolkit.training.evaluation import BeforeAndAfter
 from toolkit.training.fingerprint import facts_of_job, facts_of_run
 from toolkit.training.job import Job, check_fillers
 from toolkit.training.loop import train_loop
 from toolkit.training.observers import Observer
-from toolkit.training.pipelines import pipeline_request
 from toolkit.training.rows_without_labels import check_rows_without_labels
 from toolkit.training.saving import save_model
 from toolkit.training.speed import Speed
 from toolkit.training.speed.attention import choose_kernels
 from toolkit.training.speed_arguments import ADAMW, checkpoints_by_flag
+from toolkit.training.split_requests import pipeline_request
 from toolkit.training.tracking import keep_local
 from toolkit.training.trainer import ToolkitTrainer
 

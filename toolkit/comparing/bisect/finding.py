@@ -18,11 +18,9 @@ from typing import Any, Final, Literal
 from toolkit.comparing.bisect import rows
 from toolkit.comparing.bisect.links import BEFORE, LINKS, Link
 from toolkit.comparing.bisect.run_pair import LinkGap, RunPair, TracedRun
-from toolkit.comparing.run.folders import FailedStart, Finished, command_at
+from toolkit.comparing.run.folders import FailedStart, Finished
 from toolkit.errors import UsageError
 from toolkit.records.json_files import SCHEMA
-from toolkit.tables.grid import Section
-from toolkit.tables.markdown import document, escaped, fenced, section_text
 
 LinkVerdict = Literal["equal", "within", "differs", "unknown"]
 
@@ -270,27 +268,3 @@ def _run_as_json(name: str, end: Finished | FailedStart) -> dict[str, Any]:
             for field in ("losses", "attestation", "traffic")
         },
     }
-
-
-def as_page(result: StepResult) -> str:
-    """Return `bisect.md`: a table of the links, and the commands that trained."""
-    bisection = result.bisection
-    if bisection is None:
-        shown = Section("\n\n".join(map(escaped, result.problem)))
-    else:
-        first = bisection.first
-        text = "Nothing differs beyond its limit."
-        if first is not None:
-            text = f"**{first.link}**: {escaped(first.words)}."
-        rows = [
-            # The words of a finding name each verdict, except a difference.
-            [one.link, f"differs: {one.words}" if one.verdict == "differs" else one.words]
-            for one in bisection.findings
-        ]
-        shown = Section(text, ("link", "found"), rows, (*bisection.notes, *result.advice))
-    commands = [
-        f"{escaped(name)}:\n\n{fenced(command_at(end.folder) or '', language='sh')}"
-        for name, end in result.runs.items()
-    ]
-    title = f"# {' and '.join([*result.runs][:2])}: the first difference"
-    return document([title, section_text(shown), *commands])

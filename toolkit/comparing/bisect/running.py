@@ -10,44 +10,39 @@ Which runs and which step these are is settled first, as a comparison would plan
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from toolkit import environment
-from toolkit.comparing.bisect.finding import StepResult, as_json, as_lines, as_page, bisect
+from toolkit.comparing.bisect.finding import StepResult, as_json, as_lines, bisect
 from toolkit.comparing.bisect.links import BEFORE
 from toolkit.comparing.bisect.run_pair import TracedRun
+from toolkit.comparing.report.row_facts import is_control
 from toolkit.comparing.run.comparison import Comparison
 from toolkit.comparing.run.folders import FailedStart, Finished, new_folder, short_path
 from toolkit.comparing.run.options import CompareOptions
-from toolkit.comparing.run.plan import Run
+from toolkit.comparing.run.plan import ComparisonPlan, Run, build_plan, fixed_by
 from toolkit.comparing.run.progress import ProgressLines
+from toolkit.comparing.run.rows import first_broken_step
 from toolkit.comparing.run.schedule import INTERRUPTED, prepare_and_run
 from toolkit.comparing.run.starting import once_more_cold, start_run
 from toolkit.comparing.weights import WeightsError
 from toolkit.errors import UsageError
-from toolkit.files import check_takes_files, write_text
+from toolkit.files import check_takes_files
 from toolkit.launching.folder_lock import lock_folder
 from toolkit.records.evidence import read_evidence
 from toolkit.records.json_files import write_json
-from toolkit.records.results import RESULTS_FILE, read_results
+from toolkit.records.results import RESULTS_FILE, Results, Row, read_results
 from toolkit.redaction import learn
+from toolkit.strategies import Engine, get_strategy
 from toolkit.tables.terminal import print_line
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-
-from collections.abc import Sequence
-
-from toolkit.comparing.report.row_facts import is_control
-from toolkit.comparing.run.plan import ComparisonPlan, build_plan, fixed_by
-from toolkit.comparing.run.rows import first_broken_step
-from toolkit.records.results import Results, Row
-from toolkit.strategies import Engine, get_strategy
 
 STEPS: Final = 2
 FP16_STEPS: Final = 24
@@ -205,7 +200,6 @@ def _check_same_training(results: Results, options: CompareOptions, where: str) 
 
 
 BISECT_FILE: Final = "bisect.json"
-BISECT_PAGE: Final = "bisect.md"
 EVIDENCE_FOLDER: Final = "evidence"
 
 
@@ -365,9 +359,7 @@ def _report(comparison: Comparison, result: StepResult, console: Console) -> int
         "environment": comparison.environment,
     }
     write_json(folder / BISECT_FILE, content)
-    write_text(folder / BISECT_PAGE, as_page(result))
-    files = f"{short_path(folder / BISECT_FILE)} and {short_path(folder / BISECT_PAGE)}"
-    for line in (*as_lines(result), f"Written: {files}"):
+    for line in (*as_lines(result), f"Written: {short_path(folder / BISECT_FILE)}"):
         print_line(line, console=console)
     if result.interrupted:
         return INTERRUPTED

@@ -12,13 +12,12 @@ import itertools
 import math
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Final, Literal
 
 from toolkit.backends import backend_of
 from toolkit.comparing.parity import judges
 from toolkit.comparing.parity.checks import Check
-from toolkit.comparing.parity.judgement import GATED_STEPS, ROUNDED, Case, Judgement, Rounding
+from toolkit.comparing.parity.judgement import GATED_STEPS, ROUNDED, Case, Judgement
 from toolkit.configs.optimizers import NOT_BY_ELEMENT
 from toolkit.records.record import Record
 from toolkit.records.results import Judged, Row
@@ -130,31 +129,13 @@ def gates_in_words(precision: str) -> str:
     )
 
 
-def judge(
-    record: Record,
-    control: Record,
-    *,
-    folder: Path,
-    control_folder: Path,
-    first_step: int = 1,
-    rounding: Rounding | None = None,
-) -> Judgement:
-    """Compare a run with the control.
-
-    The folders hold the records, with the final weights below. Steps are compared from `first_step`
-    on, see `first_common_step`. Gaps that `rounding` explains break no gate.
-    """
+def judge(case: Case) -> Judgement:
+    """Compare a run with the control."""
+    record = case.record
     judgement = Judgement(strategy=record["strategy"], engine=record["engine"])
-    other_update = _other_update(record, control)
-    case = Case(
-        record=record,
-        control=control,
-        folder=folder,
-        control_folder=control_folder,
-        first_step=first_step,
-        rounding=rounding,
-        last_step=GATED_STEPS if other_update is None else min(first_step, GATED_STEPS),
-    )
+    other_update = _other_update(record, case.control)
+    if other_update is not None:
+        case = replace(case, last_step=min(case.first_step, GATED_STEPS))
     for gate in GATES.values():
         limit = math.nan if gate.limits is None else gate.limit(record["precision"])
         gate.judge(replace(case, limit=limit), judgement)

@@ -38,6 +38,8 @@ PICTURE_FILE: Final = "report.png"
 WIDTH: Final = 1200
 HEIGHT: Final = 630
 DPI: Final = 100
+POINT: Final = 72 / DPI
+"""A pixel, in points of an inch."""
 
 MARGIN: Final = 36
 TOP: Final = 222
@@ -74,62 +76,16 @@ LONGEST: Final = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ruler:
-    """Measures text as matplotlib's own renderer draws it."""
+class BarColumn:
+    """A column with a number and a bar for every run."""
 
-    renderer: Any
-    dpi: int
+    head: str
+    colour: str
+    read: Callable[[Row], int | None]
+    """Returns the bytes of a run."""
 
-    def points(self, pixels: float) -> float:
-        return pixels * 72 / self.dpi  # points of an inch
-
-    def width(self, text: str, pixels: float, *, bold: bool = False) -> float:
-        """Return the width in pixels of one line, `pixels` the size of its font."""
-        from matplotlib.font_manager import FontProperties
-
-        font = FontProperties(size=self.points(pixels), weight="bold" if bold else "normal")
-        return self.renderer.get_text_width_height_descent(text, font, False)[0]
-
-    def cut(self, text: str, pixels: float, room: float, *, bold: bool = False) -> str:
-        """Return `text` as one line no wider than `room`, with an ellipsis if it was longer."""
-        line = one_line(" ".join(text[:LONGEST].split()))
-        if self.width(line, pixels, bold=bold) <= room:
-            return line
-        fitting = bisect_left(
-            range(1, len(line)),
-            True,
-            key=lambda count: self.width(line[:count] + ELLIPSIS, pixels, bold=bold) > room,
-        )
-        return line[:fitting].rstrip() + ELLIPSIS
-
-    def wrap(self, text: str, pixels: float, room: float, *, bold: bool = False) -> list[str]:
-        """Return `text` in lines no wider than `room`; a word that is wider is cut."""
-        lines: list[str] = []
-        for word in text[:LONGEST].split():
-            longer = f"{lines[-1]} {word}" if lines else word
-            if lines and self.width(longer, pixels, bold=bold) <= room:
-                lines[-1] = longer
-            else:
-                lines.append(self.cut(word, pixels, room, bold=bold))
-        return lines
-
-    def fit(
-        self, text: str, sizes: dict[int, int], room: float, *, bold: bool = False
-    ) -> tuple[int, list[str]]:
-        """Return the first size of a font at which `text` fits, and its lines there.
-
-        Args:
-            sizes: Pixels of a font -> number of lines that fit, the largest font first. At the last
-                size the text is cut.
-        """
-        pixels, lines = 0, [""]
-        for pixels, most in sizes.items():
-            lines = self.wrap(text, pixels, room, bold=bold)
-            if len(lines) <= most:
-                return pixels, lines
-        lines = lines[: sizes[pixels]]
-        lines[-1] = self.cut(f"{lines[-1]} {ELLIPSIS}", pixels, room, bold=bold)
-        return pixels, lines
+    thickness: float = 0.72
+    """Thickness of a bar, as a share of the line's height."""
 
 
 def write_picture(folder: Path) -> Path:
@@ -153,15 +109,18 @@ def render_picture(results: Results) -> bytes:
         from matplotlib.figure import Figure
 
         figure = cast("Any", Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI))
-        ruler = Ruler(renderer=cast("Any", FigureCanvasAgg(figure)).get_renderer(), dpi=DPI)
         axes = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(HEIGHT, 0))
         axes.set_axis_off()
-        sheet = Sheet(axes=axes, ruler=ruler, colours=page_colours(), results=results)
+        renderer = cast("Any", FigureCanvasAgg(figure)).get_renderer()
+        sheet = Sheet(axes=axes, renderer=renderer, colours=page_colours())
         figure.set_facecolor(sheet.colours["paper"])
-        _header(sheet)
-        _memory(sheet)
-        _at_7b(sheet)
-        _footer(sheet)
+        _header(sheet, results)
+        _measured(sheet, results)
+        _planned(sheet, results)
+        if results["rehearsal"]:
+            y = (BOTTOM + HEIGHT) / 2
+            sheet.box(MARGIN, y - 14, 5, 28, "warn")
+            sheet.text(MARGIN + 16, y, REHEARSAL, 22)
         stream = io.BytesIO()
         # Without matplotlib's version in the file, the same data give the same bytes.
         figure.savefig(stream, format="png", dpi=DPI, metadata={"Software": None})
@@ -177,14 +136,45 @@ def page_colours() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sheet:
-    """The picture while it is drawn. Positions are pixels from the upper left corner."""
+    """The picture while it is drawn. Places and sizes are pixels from the upper left corner."""
 
     axes: Any
     """matplotlib axes as large as the picture; one unit is a pixel."""
 
-    ruler: Ruler
+    renderer: Any
+    """matplotlib's own, which measures texts as it draws them."""
+
     colours: dict[str, str]
-    results: Results
+
+    def width(self, text: str, size: float, *, bold: bool = False) -> float:
+        """Return the width of one line."""
+        from matplotlib.font_manager import FontProperties
+
+        font = FontProperties(size=size * POINT, weight="bold" if bold else "normal")
+        return self.renderer.get_text_width_height_descent(text, font, False)[0]
+
+    def cut(self, text: str, size: float, room: float, *, bold: bool = False) -> str:
+        """Return `text` as one line no wider than `room`, with an ellipsis if it was longer."""
+        line = one_line(" ".join(text[:LONGEST].split()))
+        if self.width(line, size, bold=bold) <= room:
+            return line
+        fitting = bisect_left(
+            range(1, len(line)),
+            True,
+            key=lambda count: self.width(line[:count] + ELLIPSIS, size, bold=bold) > room,
+        )
+        return line[:fitting].rstrip() + ELLIPSIS
+
+    def wrap(self, text: str, size: float, room: float) -> list[str]:
+        """Return `text` in bold lines no wider than `room`; a word that is wider is cut."""
+        lines: list[str] = []
+        for word in text[:LONGEST].split():
+            longer = f"{lines[-1]} {word}" if lines else word
+            if lines and self.width(longer, size, bold=True) <= room:
+                lines[-1] = longer
+            else:
+                lines.append(self.cut(word, size, room, bold=True))
+        return lines
 
     def text(
         self,
@@ -198,31 +188,33 @@ class Sheet:
         align: str = "left",
     ) -> None:
         """Draw one line, `y` at its middle."""
-        self.axes.text(
-            x,
-            y,
-            text,
-            size=self.ruler.points(size),
-            color=self.colours[colour],
-            weight="bold" if bold else "normal",
-            ha=align,
-            va="center_baseline",
-        )
+        weight = "bold" if bold else "normal"
+        style = {"color": self.colours[colour], "weight": weight, "ha": align}
+        self.axes.text(x, y, text, size=size * POINT, va="center_baseline", **style)
 
     def box(self, x: float, y: float, width: float, height: float, colour: str) -> None:
         """Fill a rectangle; `x` and `y` are its upper left corner."""
         from matplotlib.patches import Rectangle
 
-        self.axes.add_patch(
-            Rectangle((x, y), width, height, facecolor=self.colours[colour], linewidth=0)
-        )
+        colour = self.colours[colour]
+        self.axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, linewidth=0))
 
 
-def _header(sheet: Sheet) -> None:
-    """Draw the facts of the comparison in one muted line, and the verdict beneath."""
+def _header(sheet: Sheet, results: Results) -> None:
+    """Draw the facts of the comparison in one muted line, and the verdict beneath.
+
+    The verdict has the largest font in which it takes few lines; in the smallest it is cut.
+    """
     room = WIDTH - 2 * MARGIN
-    sheet.text(MARGIN, 32, sheet.ruler.cut(_facts(sheet.results), 20, room), 20, colour="muted")
-    size, lines = sheet.ruler.fit(verdict(sheet.results), VERDICT_SIZES, room, bold=True)
+    sheet.text(MARGIN, 32, sheet.cut(_facts(results), 20, room), 20, colour="muted")
+    size, lines = 0, [""]
+    for size, most in VERDICT_SIZES.items():
+        lines = sheet.wrap(verdict(results), size, room)
+        if len(lines) <= most:
+            break
+    else:
+        lines = lines[: VERDICT_SIZES[size]]
+        lines[-1] = sheet.cut(f"{lines[-1]} {ELLIPSIS}", size, room, bold=True)
     for number, line in enumerate(lines):
         sheet.text(MARGIN, 52 + (number + 0.6) * 1.22 * size, line, size, bold=True)
 
@@ -247,97 +239,30 @@ def _facts(results: Results) -> str:
     return " · ".join(facts)
 
 
-def _footer(sheet: Sheet) -> None:
-    y = (BOTTOM + HEIGHT) / 2
-    if sheet.results["rehearsal"]:
-        sheet.box(MARGIN, y - 14, 5, 28, "warn")
-        sheet.text(MARGIN + 16, y, REHEARSAL, 22)
+def _measured(sheet: Sheet, results: Results) -> None:
+    """Draw the states of each run and, if known, the device's peak; counted in a rehearsal."""
+    columns = [BarColumn(head="states", colour="part-0", read=states_of, thickness=0.34)]
+    if counts_peaks(results) or not results["rehearsal"]:
+        read = counted_peak if results["rehearsal"] else peak_of
+        columns.append(BarColumn(head="peak", colour="part-1", read=read))
+
+    def instead(row: Row) -> str:
+        return INSTEAD_OF_BAR.get(row["status"], row["status"])
+
+    title, otherwise = "Measured on the fullest rank", "No run has measured its memory."
+    _bars(sheet, LEFT_CARD, title, columns, results["runs"], instead, otherwise, starred=True)
 
 
-def _card(sheet: Sheet, card: tuple[int, int], title: str) -> None:
-    left, right = card
-    sheet.box(left, TOP, right - left, BOTTOM - TOP, "card")
-    sheet.text(left + PADDING, TOP + 28, title, 25, bold=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BarColumn:
-    """A column with a number and a bar for every run."""
-
-    head: str
-    colour: str
-    read: Callable[[Row], int | None]
-    """Returns the bytes of a run."""
-
-    thickness: float
-    """Thickness of a bar, as a share of the line's height."""
-
-    is_planned: bool = False
-    """Whether it shows the planner's figures, which do not depend on how a run ended."""
-
-
-STATES: Final = BarColumn(head="states", colour="part-0", read=states_of, thickness=0.34)
-
-
-def _columns(results: Results) -> list[BarColumn]:
-    """Return columns for states and, if known, the device's peak; counted in a rehearsal."""
-    if results["rehearsal"] and not counts_peaks(results):
-        return [STATES]
-    read = counted_peak if results["rehearsal"] else peak_of
-    return [STATES, BarColumn(head="peak", colour="part-1", read=read, thickness=0.72)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BarLayout:
-    """Layout of a card with one line per run; positions are pixels."""
-
-    card: tuple[int, int]
-    columns: list[BarColumn]
-    top: float
-    pitch: float
-    font: float
-    start: float
-    """Left edge of the bars."""
-
-    per_byte: float
-    divisor: int
-    """Bytes in the unit."""
-
-    def middle(self, number: int) -> float:
-        return self.top + (number + 0.5) * self.pitch
-
-    def right(self, number: int) -> float:
-        """Return the right edge of a column of numbers."""
-        return self.card[1] - PADDING - NUMBER * (len(self.columns) - 1 - number)
-
-
-def _memory(sheet: Sheet) -> None:
-    """Draw what was measured."""
-    _bars(
-        sheet,
-        LEFT_CARD,
-        "Measured on the fullest rank",
-        _columns(sheet.results),
-        otherwise="No run has measured its memory.",
-        starred=True,
-    )
-
-
-def _at_7b(sheet: Sheet) -> None:
+def _planned(sheet: Sheet, results: Results) -> None:
     """Draw what the planner expects of the same strategies with a model of a real size."""
 
     def planned(row: Row) -> int | None:
-        held = at_7b(row, sheet.results)
+        held = at_7b(row, results)
         return None if isinstance(held, str) else held
 
-    _bars(
-        sheet,
-        RIGHT_CARD,
-        "Planned at 7B, a GPU",
-        [BarColumn(head="at 7B", colour="part-2", read=planned, thickness=0.72, is_planned=True)],
-        otherwise="The planner knows none of these strategies.",
-        starred=False,
-    )
+    columns = [BarColumn(head="at 7B", colour="part-2", read=planned)]
+    title, otherwise = "Planned at 7B, a GPU", "The planner knows none of these strategies."
+    _bars(sheet, RIGHT_CARD, title, columns, results["runs"], lambda _: "not planned", otherwise)
 
 
 def _bars(
@@ -345,9 +270,11 @@ def _bars(
     card: tuple[int, int],
     title: str,
     columns: list[BarColumn],
-    *,
+    runs: list[Row],
+    instead: Callable[[Row], str],
     otherwise: str,
-    starred: bool,
+    *,
+    starred: bool = False,
 ) -> None:
     """Draw a card with one line per run: its name, its bars, and their numbers.
 
@@ -355,86 +282,57 @@ def _bars(
         sheet: The picture.
         card: Left and right edge of the card.
         title: Its title, to which the unit is added.
-        columns: Its columns of numbers.
+        columns: Its columns of numbers. The last has the thickest bars, and is drawn first.
+        runs: The runs; those beyond `MOST_BARS` are counted.
+        instead: Returns the words in place of the bars of a run without a number.
         otherwise: Words in place of the lines where no run has a number.
         starred: Mark runs that offload, and say why.
     """
-    runs = sheet.results["runs"]
+    left, right = card[0] + PADDING, card[1] - PADDING
     sizes = [count for row in runs for bar in columns if (count := bar.read(row)) is not None]
     unit, divisor = unit_of(max(sizes, default=1))
-    _card(sheet, card, f"{title}, {unit}")
+    sheet.box(card[0], TOP, card[1] - card[0], BOTTOM - TOP, "card")
+    sheet.text(left, TOP + 28, f"{title}, {unit}", 25, bold=True)
     if not sizes:
-        _nothing(sheet, card, otherwise)
+        middle = (card[0] + card[1]) / 2, (TOP + BOTTOM) / 2
+        sheet.text(*middle, otherwise, 23, colour="muted", align="center")
         return
     drawn = runs if len(runs) <= MOST_BARS else runs[: MOST_BARS - 1]
     more = len(runs) - len(drawn)
     starred = starred and any(map(offloads, drawn))
-    left, top, bottom = card[0] + PADDING, TOP + 80, BOTTOM - (40 if starred else 14)
+    top, bottom = TOP + 80, BOTTOM - (40 if starred else 14)
     pitch = min(46.0, (bottom - top) / (len(drawn) + bool(more)))
     font = min(23.0, 0.72 * pitch)
     names = [
-        sheet.ruler.cut(row["name"], font, NAME) + "*" * (starred and offloads(row))
-        for row in drawn
+        sheet.cut(row["name"], font, NAME) + "*" * (starred and offloads(row)) for row in drawn
     ]
-    start = left + 14 + max(sheet.ruler.width(name, font) for name in names)
-    room = card[1] - PADDING - NUMBER * len(columns) - start
-    layout = BarLayout(
-        card=card,
-        columns=columns,
-        top=top,
-        pitch=pitch,
-        font=font,
-        start=start,
-        per_byte=room / (max(sizes) or 1),
-        divisor=divisor,
-    )
-    _heads(sheet, layout)
+    start = left + 14 + max(sheet.width(name, font) for name in names)
+    per_byte = (right - NUMBER * len(columns) - start) / (max(sizes) or 1)
+    rights = [right - NUMBER * place for place in reversed(range(len(columns)))]
+    for column, at in zip(columns, rights, strict=True):
+        sheet.text(at, TOP + 64, column.head, 20, colour="muted", align="right")
+        sheet.box(at - sheet.width(column.head, 20) - 24, TOP + 56, 16, 16, column.colour)
     for number, (row, name) in enumerate(zip(drawn, names, strict=True)):
-        good = status_of(row) == "ok"
-        sheet.text(left, layout.middle(number), name, font, colour="ink" if good else "bad")
-        _line(sheet, layout, row, number)
+        y = top + (number + 0.5) * pitch
+        sheet.text(left, y, name, font, colour="ink" if status_of(row) == "ok" else "bad")
+        counts = [column.read(row) for column in columns]
+        if all(count is None for count in counts):
+            words = sheet.cut(instead(row), font, right - start)
+            colour = "muted" if row["status"] in ("ok", "skipped") else "bad"
+            sheet.text(start, y, words, font, colour=colour)
+            continue
+        for column, count, at in reversed([*zip(columns, counts, rights, strict=True)]):
+            text = NOT_AVAILABLE if count is None else _short(count / divisor)
+            sheet.text(at, y, text, font, align="right")
+            height = column.thickness * pitch
+            sheet.box(start, y - height / 2, per_byte * (count or 0), height, column.colour)
     if more:
-        text = f"and {more} more, in report.html"
-        sheet.text(left, layout.middle(len(drawn)), text, font, colour="muted")
+        y = top + (len(drawn) + 0.5) * pitch
+        sheet.text(left, y, f"and {more} more, in report.html", font, colour="muted")
     if starred:
         sheet.text(left, BOTTOM - 22, OFFLOADED, 17, colour="muted")
-
-
-def _heads(sheet: Sheet, layout: BarLayout) -> None:
-    """Name the columns, each with the colour of its bars."""
-    for number, column in enumerate(layout.columns):
-        right, y = layout.right(number), TOP + 64
-        sheet.text(right, y, column.head, 20, colour="muted", align="right")
-        sheet.box(right - sheet.ruler.width(column.head, 20) - 24, y - 8, 16, 16, column.colour)
-
-
-def _line(sheet: Sheet, layout: BarLayout, row: Row, number: int) -> None:
-    """Draw a run's bars and numbers, or the reason why there are none."""
-    y = layout.middle(number)
-    counts = [column.read(row) for column in layout.columns]
-    if all(count is None for count in counts):
-        words = INSTEAD_OF_BAR.get(row["status"], row["status"])
-        if layout.columns[0].is_planned:
-            words = "not planned"
-        words = sheet.ruler.cut(words, layout.font, layout.card[1] - PADDING - layout.start)
-        colour = "muted" if row["status"] in ("ok", "skipped") else "bad"
-        sheet.text(layout.start, y, words, layout.font, colour=colour)
-        return
-    # The last bar is the thickest, so the earlier ones are drawn on top of it.
-    for place, column in reversed([*enumerate(layout.columns)]):
-        count = counts[place]
-        text = NOT_AVAILABLE if count is None else _short(count / layout.divisor)
-        sheet.text(layout.right(place), y, text, layout.font, align="right")
-        height = column.thickness * layout.pitch
-        length = layout.per_byte * (count or 0)
-        sheet.box(layout.start, y - height / 2, length, height, column.colour)
 
 
 def _short(value: float) -> str:
     """Return a number with three significant digits."""
     return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
-
-
-def _nothing(sheet: Sheet, card: tuple[int, int], words: str) -> None:
-    x, y = (card[0] + card[1]) / 2, (TOP + BOTTOM) / 2
-    sheet.text(x, y, words, 23, colour="muted", align="center")

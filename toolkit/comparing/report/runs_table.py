@@ -51,8 +51,6 @@ from toolkit.tables.grid import (
     missing_lines,
 )
 
-MEASURED: Final = ("states", "peak memory", "final loss", "gap")
-
 EVALUATED: Final = ("eval loss", "perplexity")
 """Columns of a comparison that evaluates; they show each run's last evaluation."""
 

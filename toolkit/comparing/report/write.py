@@ -11,10 +11,14 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from toolkit.comparing.report.figures import draw_all
+from toolkit.comparing.report.figures.frame import colour_of
 from toolkit.comparing.report.names import for_readers, redact_results
 from toolkit.comparing.report.picture import write_picture
+from toolkit.comparing.report.row_facts import baseline, is_control
 from toolkit.comparing.report.runs_table import runs_table
 from toolkit.comparing.report.sections import report_sections
+from toolkit.comparing.report.svg import VARIABLES
 from toolkit.comparing.report.table_file import TABLE_FILE, render_table
 from toolkit.comparing.report.verdict import (
     REHEARSAL,
@@ -27,24 +31,15 @@ from toolkit.errors import UsageError
 from toolkit.files import write_text
 from toolkit.records.record import RECORD_FILE
 from toolkit.records.results import RESULTS_FILE, SPEC_FILE, Results, has_runs, read_results
+from toolkit.tables import page
+from toolkit.tables.grid import Section
 from toolkit.tables.markdown import bullets, document, escaped
 from toolkit.tables.terminal import print_line, print_tables
 
 if TYPE_CHECKING:
+    from markupsafe import Markup
     from rich.console import Console
 
-
-from typing import TYPE_CHECKING
-
-from toolkit.comparing.report.figures import draw_all
-from toolkit.comparing.report.figures.frame import colour_of
-from toolkit.comparing.report.row_facts import baseline, is_control
-from toolkit.comparing.report.svg import VARIABLES
-from toolkit.tables import page
-from toolkit.tables.grid import Section
-
-if TYPE_CHECKING:
-    from markupsafe import Markup
 
 PAGE_FILE: Final = "report.html"
 FIGURES: Final = Path(__file__).with_name("figures.html.jinja")

@@ -9,17 +9,19 @@ no rounding can have grown.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from toolkit.comparing.parity import judges
 from toolkit.comparing.parity.gates import first_common_step, judge, judge_control, unjudged
-from toolkit.comparing.parity.judgement import Judgement, Rounding, combined
+from toolkit.comparing.parity.judgement import Case, Judgement, Rounding, combined
 from toolkit.comparing.predicted import SharedFacts, facts_of
 from toolkit.comparing.report import words
 from toolkit.comparing.report.write import write_report
@@ -38,6 +40,7 @@ from toolkit.comparing.run.plan import ComparisonPlan, Run, fixed_by
 from toolkit.comparing.run.preparing import prepare
 from toolkit.comparing.run.progress import waiting
 from toolkit.comparing.run.rows import add_judgement, bisect_command, build_row
+from toolkit.comparing.weights import WeightsError
 from toolkit.configs import ConfigOptions
 from toolkit.configs.check.command import refuse_errors
 from toolkit.configs.files import write_configs
@@ -53,15 +56,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-import math
-from collections.abc import Mapping
-
-from toolkit.comparing.parity import judges
-from toolkit.comparing.parity.judgement import Case
-from toolkit.comparing.weights import WeightsError
-from toolkit.records.record import Record
-
-
 def may_be_rounding(judgement: Judgement, *, first_step: int = 1) -> bool:
     """Whether all gates that broke did so by a distance, and after the first compared step."""
     return bool(judgement.broken) and all(
@@ -72,26 +66,12 @@ def may_be_rounding(judgement: Judgement, *, first_step: int = 1) -> bool:
     )
 
 
-def measure_rounding(
-    again: Record, control: Record, *, folder: Path, control_folder: Path, first_step: int = 1
-) -> Rounding | None:
+def measure_rounding(case: Case) -> Rounding | None:
     """Return how far the control parts from itself; None where the two are not one training.
 
-    Args:
-        again: Record of the control that was trained once more, with the rows of each step in
-            reverse.
-        control: Record of the control.
-        folder: Folder of the first, with its final weights below.
-        control_folder: Folder of the second.
-        first_step: First step that is compared.
+    The run of the case is the control that was trained once more, with the rows of each step in
+    reverse.
     """
-    case = Case(
-        record=again,
-        control=control,
-        folder=folder,
-        control_folder=control_folder,
-        first_step=first_step,
-    )
     rows = Judgement()
     judges.judge_data(case, rows)
     if rows.broken:
@@ -260,13 +240,7 @@ class Comparison:
         """Judge all runs by the control's distance from itself, trained once more."""
         control = self.control_start()
         assert control is not None
-        self.rounding = measure_rounding(
-            again.record,
-            control.record,
-            folder=again.folder,
-            control_folder=control.folder,
-            first_step=self.first_step(),
-        )
+        self.rounding = measure_rounding(self._case(again, control, self.first_step()))
         self.make_rows()
 
     def first_step(self) -> int:
@@ -308,6 +282,16 @@ class Comparison:
                     row["fix"] = f"This compares one step of the two, link by link: {command}"
             self.rows[planned.name] = row
 
+    def _case(self, start: Finished, control: Finished, first_step: int) -> Case:
+        return Case(
+            record=start.record,
+            control=control.record,
+            folder=start.folder,
+            control_folder=control.folder,
+            first_step=first_step,
+            rounding=self.rounding,
+        )
+
     def _judge(self, start: Finished, control: Finished | None, first_step: int) -> Judgement:
         """Judge a start once only, since reading two sets of weights takes long."""
         if control is None:
@@ -316,14 +300,7 @@ class Comparison:
             return judge_control(start.record)
         pair = (start.folder, control.folder, first_step, self.rounding is not None)
         if pair not in self.judgements:
-            self.judgements[pair] = judgement = judge(
-                start.record,
-                control.record,
-                folder=start.folder,
-                control_folder=control.folder,
-                first_step=first_step,
-                rounding=self.rounding,
-            )
+            self.judgements[pair] = judgement = judge(self._case(start, control, first_step))
             if first_step > 1:
                 note = f"compared from step {first_step}, the first that no run skipped"
                 judgement.notes.append(note)

@@ -1,38 +1,30 @@
-"""Progress of a comparison: what it is about to do; a live table on a terminal, lines elsewhere."""
+"""Progress of a comparison: what it will do; a line for each run, and a bar on a terminal."""
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Final
 
-from toolkit.comparing.report.runs_table import MEASURED, cells
+from toolkit.comparing.report.runs_table import cells
 from toolkit.comparing.run.options import CompareOptions, flag_names
 from toolkit.comparing.run.plan import ComparisonPlan, Run
 from toolkit.environment import cache_root
-from toolkit.escaping import plain
-from toolkit.launching.forking import COLD
-from toolkit.launching.step_lines import bar
+from toolkit.launching.step_lines import progress_bar, show_progress
 from toolkit.records.results import Control, Row
-from toolkit.tables.terminal import SHORT, print_line
+from toolkit.tables.terminal import print_line
 
 if TYPE_CHECKING:
-    from rich.console import Console, Group
-    from rich.table import Table
-
-STATUS_STYLES: Final = {"ok": "green", "skipped": "yellow", "waiting": "dim"}
+    from rich.console import Console
 
 ANNOUNCEMENT: Final = re.compile(r"toolkit[.\w]*: ")
 """Prefix of a run's output lines for the user, such as the notice of a build of a minute."""
 
 SETTINGS: Final = ("rehearsal of ", "effective batch: ", "deepspeed: ")
 """Beginnings of announcements that are not printed: they stand in the log and the report."""
-
-SPEED: Final = ("tokens/s", "step time")
-"""Columns that are hidden in a rehearsal, where they do not predict the speed of GPUs."""
 
 QUIET_SECONDS: Final = 15.0
 """Time between two printed lines on the step of a run."""
@@ -42,19 +34,6 @@ BUILT_IN: Final = ("small-llama", "standard-library")
 
 OTHER_INPUTS: Final = frozenset({"model_name_or_path", "train_file", "dataset_name"})
 """Flags of `toolkit.train` that name another model or other data than the built-in ones."""
-
-INSTANT: Final = 0.5
-"""Seconds below which a run counts as not started: it is skipped, or was finished before."""
-
-
-def about(seconds: float) -> str:
-    """Return a rough time: `about 20 s`, `about 2 minutes`."""
-    if seconds < 55:
-        return f"about {max(5, 5 * round(seconds / 5))} s"
-    minutes = round(seconds / 60)
-    if minutes < 90:
-        return "about a minute" if minutes <= 1 else f"about {minutes} minutes"
-    return f"about {minutes / 60:.1f} hours"
 
 
 def first_words(options: CompareOptions, *, starts: int) -> str:
@@ -69,50 +48,14 @@ def first_words(options: CompareOptions, *, starts: int) -> str:
     return f"{first}. Then {runs} of {steps} steps; the first will tell how long they take."
 
 
-@dataclass(slots=True)
-class TimeLeft:
-    """Estimates how long the runs still take, from those that have ended."""
-
-    clock: Callable[[], float] = time.monotonic
-    seconds_of_runs: list[float] = field(default_factory=list[float])
-    """Durations of the runs that were started so far."""
-
-    position: int = 0
-    total: int = 0
-    started: float = 0.0
-
-    def start(self, position: int, total: int) -> None:
-        self.position, self.total, self.started = position, total, self.clock()
-
-    def finish(self) -> None:
-        seconds = self.clock() - self.started
-        # Runs that were not started would lower the mean.
-        if seconds >= INSTANT:
-            self.seconds_of_runs.append(seconds)
-
-    def words(self) -> str | None:
-        """Return the time left after the last run that ended; None where it is not known."""
-        left = self.total - self.position
-        if not left or not self.seconds_of_runs:
-            return None
-        return f"{about(left * sum(self.seconds_of_runs) / len(self.seconds_of_runs))} left"
-
-
 @contextmanager
 def waiting(text: str, *, console: Console) -> Generator[None]:
-    """Show a moving bar with the seconds that passed on a terminal while the context lasts."""
-    if not console.is_terminal:
-        yield
-        return
-    from rich.live import Live
+    """Show a moving bar with the time that passed on a terminal while the context lasts."""
+    from rich.progress import TimeElapsedColumn
 
-    started = time.monotonic()
-
-    def render() -> Table:
-        words = f"{text}: {time.monotonic() - started:.0f} s"
-        return bar(words, share=None, width=console.width)
-
-    with Live(console=console, refresh_per_second=4, get_renderable=render, transient=True):
+    terminal_only = {"transient": True, "disable": not console.is_terminal}
+    with progress_bar(console, TimeElapsedColumn(), **terminal_only) as bar:
+        show_progress(bar, text)
         yield
 
 
@@ -128,7 +71,6 @@ class ProgressLines:
         self.is_open = False
         """Whether the line of a run has no end yet."""
 
-        self.left = TimeLeft()
         self.printed_at = 0.0
         self.printed: set[str] = set()
         """Announcements of the current run that were printed."""
@@ -155,7 +97,6 @@ class ProgressLines:
         which = f", {repeat}" if repeat else ""
         processes = "1 process" if run.num_processes == 1 else f"{run.num_processes} processes"
         self.label = f"[{position}/{total}] {self.shown_name(run)}{which}"
-        self.left.start(position, total)
         self.printed_at = time.monotonic()
         self.printed.clear()
         self.close()
@@ -181,108 +122,63 @@ class ProgressLines:
             self.add(f"step {step}")
 
     def finish(self, run: Run, row: Row, control: Control | None) -> None:
-        self.left.finish()
-        words = "; ".join(filter(None, (_ending(row, control), self.left.words())))
-        self.add(words)
+        self.add(_ending(row, control))
         self.close()
 
 
-class LiveTable(ProgressLines):
-    """Shows the report's table on a terminal, filled while the runs go on."""
+class LinesAndBar(ProgressLines):
+    """Shows the same lines on a terminal, each whole, and a bar below them.
 
-    def __init__(self, console: Console, plan: ComparisonPlan, options: CompareOptions) -> None:
-        super().__init__(console, shown_name=plan.shown_name)
-        self.rehearsal = plan.rehearsal
-        speed = options.show_speed or not plan.rehearsal
-        self.measured = (*SPEED, *MEASURED) if speed else MEASURED
-        self.wanted_steps = options.max_steps + options.throughput_steps
-        self.states: dict[str, tuple[Run, str, Row | None]] = {
-            run.name: (run, "waiting", None) for run in plan.runs
-        }
-        """Each run by its name, with its status and, once it has ended, its row."""
+    The bar counts the steps of all runs, and tells how long they still take.
+    """
 
-        self.control: Control | None = None
-        self.current: Run | None = None
-        self.last_line = ""
-        self.repeat = ""
-        self.started = 0.0
-        self.steps = 0
+    def __init__(self, console: Console, *, steps: int, shown_name: Callable[[Run], str]) -> None:
+        from rich.progress import TimeElapsedColumn, TimeRemainingColumn
+
+        super().__init__(console, shown_name=shown_name)
+        self.steps_of_a_run = steps
+        self.parts: list[str] = []
+        """The line of the current run, which is printed when it ends."""
+
+        times = TimeElapsedColumn(), TimeRemainingColumn()
+        # Starts and steps take turns: only the mean over all of them tells what is left.
+        self.bar = progress_bar(console, *times, transient=True, speed_estimate_period=math.inf)
+
+    def close(self) -> None:
+        if self.parts:
+            print_line(f"{self.label}: {', '.join(self.parts)}", console=self.console)
+        self.parts.clear()
+
+    def add(self, text: str) -> None:
+        self.parts.append(text)
 
     def start(self, run: Run, position: int, total: int, repeat: str = "") -> None:
-        self.current, self.last_line, self.steps = run, "", 0
-        self.left.start(position, total)
-        self.repeat = f"{repeat}, " if repeat else ""
-        self.started = time.monotonic()
-        # Keep the cells of an earlier repeat on the screen.
-        _, _, row = self.states.get(run.name, (run, "", None))
-        self.states[run.name] = (run, "running", row)
-
-    def line(self, text: str) -> None:
-        if text.startswith(f"toolkit: {COLD}") and text not in self.printed:
-            self.printed.add(text)
-            self.say(text)
-        if text.strip():
-            self.last_line = plain(text.strip())
+        super().start(run, position, total, repeat)
+        self.before = (position - 1) * self.steps_of_a_run
+        self.of = total * self.steps_of_a_run
+        self.step(0)
 
     def step(self, step: int) -> None:
-        self.steps = step
-
-    def finish(self, run: Run, row: Row, control: Control | None) -> None:
-        self.current = None
-        self.left.finish()
-        self.control = control
-        self.states[run.name] = (run, row["status"], row)
-
-    def render(self) -> Group:
-        from rich.console import Group
-
-        left = self.left
-        of_current = 0.0 if self.current is None else min(self.steps / self.wanted_steps, 1.0)
-        ended = left.position - (self.current is not None)
-        words = ", ".join(filter(None, (f"run {left.position} of {left.total}", left.words())))
-        share = (ended + of_current) / max(left.total, 1)
-        return Group(self._table(), bar(words, share=share, width=self.console.width))
-
-    def _table(self) -> Table:
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table
-        from rich.text import Text
-
-        caption = Text(self.last_line[: self.console.width - 2], style="dim")
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, caption=caption)
-        for column in ("run", "status", *(SHORT.get(name, name) for name in self.measured)):
-            table.add_column(column, no_wrap=True)
-        for run, state, row in self.states.values():
-            values = ["-"] * len(self.measured)
-            if row is not None:
-                counted = self.rehearsal and bool(row["peak"])
-                shown = cells(row, self.control, counted=counted)
-                values = [shown[name] for name in self.measured]
-            status = Text(state, style=STATUS_STYLES.get(state, "red"))
-            if run is self.current:
-                seconds = time.monotonic() - self.started
-                status = Text(f"{self.repeat}step {self.steps}, {seconds:.0f} s", style="cyan")
-            table.add_row(self.shown_name(run), status, *map(Text, values))
-        return table
+        words = f"{self.label}, step {step}"
+        done = self.before + min(step, self.steps_of_a_run)
+        show_progress(self.bar, words, step=done, of=self.of)
 
 
 @contextmanager
-def show_progress(
+def shown_progress(
     console: Console, plan: ComparisonPlan, options: CompareOptions
 ) -> Generator[ProgressLines]:
-    """Show a live table on a terminal while the context lasts, lines on anything else."""
-    if not console.is_terminal:
-        lines = ProgressLines(console, shown_name=plan.shown_name)
-        try:
+    """Show the lines of the runs while the context lasts, on a terminal with a bar below them."""
+    lines, bar = ProgressLines(console, shown_name=plan.shown_name), nullcontext()
+    if console.is_terminal:
+        steps = options.max_steps + options.throughput_steps
+        lines = live = LinesAndBar(console, steps=steps, shown_name=plan.shown_name)
+        bar = live.bar
+    try:
+        with bar:
             yield lines
-        finally:
-            lines.close()
-        return
-    from rich.live import Live
-
-    table = LiveTable(console, plan, options)
-    with Live(console=console, refresh_per_second=4, get_renderable=table.render, transient=True):
-        yield table
+    finally:
+        lines.close()
 
 
 def _ending(row: Row, control: Control | None) -> str:

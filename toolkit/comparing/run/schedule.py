@@ -31,7 +31,7 @@ from toolkit.comparing.run.folders import (
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.plan import Run, build_plan
 from toolkit.comparing.run.preparing import run_environment
-from toolkit.comparing.run.progress import ProgressLines, first_words, show_progress
+from toolkit.comparing.run.progress import ProgressLines, first_words, shown_progress
 from toolkit.comparing.run.starting import once_more_cold, start_run
 from toolkit.errors import file_sentence
 from toolkit.launching.forking import warm_launches
@@ -117,7 +117,7 @@ def _run_locked(comparison: Comparison, facts: dict[str, Any], console: Console)
 def _run(comparison: Comparison, introduction: Sequence[str], console: Console) -> int:
     """Start the outstanding runs, show the results, and return the exit code."""
     folder, show_speed = comparison.folder, comparison.options.show_speed
-    with show_progress(console, comparison.plan, comparison.options) as progress:
+    with shown_progress(console, comparison.plan, comparison.options) as progress:
         for text in introduction:
             progress.say(text)
         RunQueue(comparison, progress).run_all()

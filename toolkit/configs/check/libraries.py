@@ -14,8 +14,6 @@ from typing import Any, Final
 from toolkit.configs.check.finding import table
 from toolkit.configs.check.sources import Sources, StandIn, stand_in, version_of
 
-JSON_NAME: Final = "deepspeed_config_file"
-
 _DTYPES: Final = ("float16", "bfloat16", "float32", "int8")
 
 

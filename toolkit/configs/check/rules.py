@@ -344,8 +344,7 @@ def _wrapping(setup: Setup) -> Iterator[Finding]:
             meant = nearest(name, layers)
             close = f"Did you mean {meant}?" if meant else "Take it out: the model's own count."
             keys = ("fsdp_config", "fsdp_transformer_layer_cls_to_wrap")
-            values: dict[str, Any] = {"name": name, "folder": folder, "close": close}
-            yield yaml.found("no-wrap-policy.class", keys, **values)
+            yield yaml.found("no-wrap-policy.class", keys, name=name, folder=folder, close=close)
 
 
 def _classes_of(folder: Path) -> list[str] | None:
@@ -454,11 +453,10 @@ def _second_optimizer(setup: Setup) -> Iterator[Finding]:
         if not setup.deepspeed or not setup.flags or value is None:
             continue
         if setup.deepspeed.get(section, "type") is not None:
-            values: dict[str, Any] = {
-                "section": section,
-                "where": setup.deepspeed.shown((section,)),
-            }
-            yield setup.flags.found("second-optimizer.both", (flag,), flag=flag, **values)
+            where, keys = setup.deepspeed.shown((section,)), (flag,)
+            yield setup.flags.found(
+                "second-optimizer.both", keys, flag=flag, section=section, where=where
+            )
 
 
 def _weights(setup: Setup) -> Iterator[Finding]:

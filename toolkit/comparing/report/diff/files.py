@@ -1,54 +1,44 @@
-"""`toolkit report A B`: two comparisons side by side, in a terminal and as three files.
+"""`toolkit report A B`: two comparisons side by side, in a terminal and as two files.
 
 Every form shows the same sections, as plain text, and the same verdict.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Final
 
 from toolkit.comparing.report.diff.match import (
+    SIDES,
+    STATES,
     Diff,
     Pair,
+    Quantity,
     Side,
-    Table,
+    circumstances,
     for_readers,
     loss_difference,
     match,
+    recorded,
     speed_ratio,
     speed_verdict,
+    why_missing,
 )
-from toolkit.comparing.report.row_facts import status_of
+from toolkit.comparing.report.row_facts import RUN, host_in_peak_lines, reason_for, status_of
+from toolkit.comparing.report.words import gap, in_unit, share, size
 from toolkit.errors import UsageError, is_full_disk
 from toolkit.escaping import one_line
 from toolkit.files import write_text
-from toolkit.records.results import Row
 from toolkit.tables import page
-from toolkit.tables.grid import Section
+from toolkit.tables.grid import Column, Missing, Section, grid
 from toolkit.tables.markdown import bullets, document, escaped
-from toolkit.tables.sheet import render_sheet
 from toolkit.tables.terminal import print_line, print_tables
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Final
-
-from toolkit.comparing.report.diff.match import (
-    SIDES,
-    STATES,
-    Quantity,
-    circumstances,
-    recorded,
-    why_missing,
-)
-from toolkit.comparing.report.row_facts import RUN, host_in_peak_lines, reason_for
-from toolkit.comparing.report.words import gap, in_unit, share, size
-from toolkit.tables.grid import Column, Missing, grid
 
 MEANINGS: Final = {
     "faster": "B is faster",
@@ -126,7 +116,7 @@ def speed(diff: Diff) -> Section:
 def memory(diff: Diff) -> Section:
     columns: list[Column[Pair]] = []
     for quantity in diff.quantities("memory"):
-        refused = diff.speeds_reason if quantity.csv == diff.peak.csv else None
+        refused = diff.speeds_reason if quantity.name == diff.peak.name else None
         columns += [*_on_both(quantity), _change(quantity, refused)]
     text = (
         "Of the fullest rank. States are parameters, master weights, gradients and optimizer "
@@ -336,7 +326,6 @@ def side_by_side(
     made = {
         "side-by-side.md": render_markdown(diff),
         "side-by-side.html": render_page(diff),
-        "side-by-side.csv": render_csv(diff),
     }
     try:
         to.mkdir(parents=True, exist_ok=True)
@@ -397,42 +386,3 @@ def render_page(diff: Diff) -> str:
 def _quoted(diff: Diff) -> list[Section]:
     """Return the sections with their texts as Markdown."""
     return [section._replace(text=escaped(section.text)) for section in sections(diff)]
-
-
-def render_csv(diff: Diff) -> str:
-    """Return CSV with a header and one line per run, including runs of one side only."""
-    lines = [_line(diff, pair.a, pair.b) for pair in diff.pairs]
-    lines += [_line(diff, row, None) for row in diff.only[0]]
-    lines += [_line(diff, None, row) for row in diff.only[1]]
-    return render_sheet(lines, empty=["run"])
-
-
-def _line(diff: Diff, a: Row | None, b: Row | None) -> dict[str, Any]:
-    row = a or b
-    assert row is not None
-    line: dict[str, Any] = {
-        "run": row["name"],
-        "strategy": row["strategy"],
-        "engine": row["engine"],
-        "num_processes": row["num_processes"],
-    }
-    sides = (("a", a), ("b", b))
-    line |= {f"status_{letter}": side and status_of(side) for letter, side in sides}
-    line |= {f"rehearsal_{letter}": side and side["rehearsal"] for letter, side in sides}
-    for table in get_args(Table):
-        for quantity in diff.quantities(table):
-            for letter, side in sides:
-                line[f"{quantity.csv}_{letter}"] = side and quantity.read(side)
-    ratio, speed_reason, difference, loss_reason = None, None, None, None
-    if a is not None and b is not None:
-        ratio, speed_reason = speed_ratio(diff, Pair(a, b))
-        difference, loss_reason = loss_difference(diff, Pair(a, b))
-    return line | {
-        "speed_b_times_a": ratio,
-        "speed_noise_share": diff.noise,
-        "speed_verdict": None if ratio is None else speed_verdict(diff, ratio),
-        "speed_not_compared": speed_reason,
-        "loss_difference_max": None if difference is None else difference.value,
-        "loss_difference_step": None if difference is None else difference.step,
-        "losses_not_compared": loss_reason,
-    }

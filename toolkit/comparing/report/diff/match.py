@@ -81,7 +81,6 @@ class Quantity:
     """A value of a row that is shown for both sides."""
 
     name: str
-    csv: str
     unit: Unit
     read: Callable[[Row], Any]
     field: Callable[[Row], str]
@@ -151,15 +150,13 @@ class Diff:
     @property
     def peak(self) -> Quantity:
         if self.counted:
-            return Quantity("peak, counted", "peak_bytes", "bytes", counted_peak, _is("peak"))
-        return Quantity("peak", "peak_bytes", "bytes", peak_of, peak_field)
+            return Quantity("peak, counted", "bytes", counted_peak, _is("peak"))
+        return Quantity("peak", "bytes", peak_of, peak_field)
 
     def quantities(self, table: Table) -> list[Quantity]:
         """Return the values of a table: the declared ones, and those computed from them."""
         declared = [
-            Quantity(
-                fact.column, fact.csv or path, fact.unit, partial(value_at, path=path), _is(path)
-            )
+            Quantity(fact.column, fact.unit, partial(value_at, path=path), _is(path))
             for path, fact in fields_of(Row)
             if fact.diff == table
         ]
@@ -184,13 +181,12 @@ def payload(row: Row) -> int | None:
 
 MEDIAN_STEP: Final = Quantity(
     "median step",
-    "step_median_seconds",
     "seconds",
     partial(value_at, path="step_seconds.median"),
     _is("step_seconds"),
 )
-STATES: Final = Quantity("states", "states_bytes", "bytes", states_of, _is("memory"))
-TRAFFIC: Final = Quantity("traffic", "traffic_bytes", "bytes", payload, _is("traffic"))
+STATES: Final = Quantity("states", "bytes", states_of, _is("memory"))
+TRAFFIC: Final = Quantity("traffic", "bytes", payload, _is("traffic"))
 
 
 def match(before: Path, after: Path, *, show_speed: bool = False) -> Diff:

@@ -128,7 +128,7 @@ def _draw(
                 _curve(figure, lowest, row, [max(gap, floor) for gap in values], width=0.9)
             lowest.set_yscale("log")
             lowest.set_ylim(bottom=floor)
-            lowest.yaxis.set_major_formatter(_power_of_ten)
+            lowest.yaxis.set_major_formatter("{x:.0e}")
             lowest.set_ylabel("gap")
         for axes in frames:
             _draw_steps(figure, axes, curves, gaps)
@@ -167,10 +167,6 @@ def _draw_steps(figure: ReportFigure, axes: Any, curves: Curves, gaps: Curves) -
         autolim=False,
     )
     axes.set_xlim(limits)
-
-
-def _power_of_ten(value: float, _: object) -> str:
-    return f"{value:.0e}"
 
 
 def _curve(

@@ -11,7 +11,7 @@ from toolkit.engines.wrapped import Wrapped
 from toolkit.measuring.attestation import Requested
 from toolkit.measuring.recorder import Recorder
 from toolkit.strategies import get_strategy
-from toolkit.training.evaluation_observer import BeforeAndAfter
+from toolkit.training.evaluation import BeforeAndAfter
 from toolkit.training.evaluation_plan import EvaluationPlan, Schedule
 from toolkit.training.model import build_model
 
