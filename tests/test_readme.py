@@ -272,7 +272,8 @@ def test_commands_in_the_text_name_verbs_and_flags_that_exist():
 
 def spellings(verbs):
     """Return the names of all options, with hyphens and with underscores."""
-    names = {name for verb in verbs for option in verb.params for name in option.opts}
+    options = [option for verb in verbs for option in verb.params]
+    names = {name for option in options for name in (*option.opts, *option.secondary_opts)}
     return names | {f"--{name[2:].replace('-', '_')}" for name in names}
 
 

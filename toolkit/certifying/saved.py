@@ -145,7 +145,8 @@ def saves(subject: Subject) -> Finding:
             return broken(f"{call['name']} ({call['where']}) {words}", GATHERED)
         found = read.get(call["path"])
         is_gone = found is None or found["kind"] == "nothing"
-        if is_gone and call["path"] and not call["is_checkpoint"]:
+        # What was saved before the training is its input, and may have moved on.
+        if is_gone and call["path"] and call["step"] and not call["is_checkpoint"]:
             why = f": {found['error']}" if found and found["error"] else ""
             words = f"leaves no weights that can be read in {Path(call['path']).name}{why}"
             return broken(f"{call['name']} ({call['where']}) {words}", PARTS)

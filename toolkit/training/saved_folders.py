@@ -83,17 +83,15 @@ def _read(path: Path) -> ReadBack:
 
 def _read_model(folder: Path, found: ReadBack) -> None:
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     if "auto_map" in json.loads((folder / "config.json").read_bytes()):
         found["base"] = "its config names code of its own, which is not run here"
         _read_weights(folder, found)
         found["kind"] = "model"
         return
     config = transformers.AutoConfig.from_pretrained(folder)
-    kind: Any = transformers.AutoModelForCausalLM
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        kind = getattr(transformers, (config.architectures or ["AutoModel"])[0])
+    architectures = config.architectures or [""]
+    # A reward model has the type of the causal LM that it was made of, and another head.
+    kind: Any = getattr(transformers, architectures[0], transformers.AutoModelForCausalLM)
     model, report = kind.from_pretrained(folder, dtype="auto", output_loading_info=True)
     found["missing"] = sorted(map(str, report["missing_keys"]))
     found["unexpected"] = sorted(map(str, report["unexpected_keys"]))
