@@ -1,3 +1,4 @@
+import argparse
 import json
 import os
 import sys
@@ -114,8 +115,17 @@ def test_a_guarded_error_is_recorded_and_goes_on(tmp_path, error, state):
     said = read_statuses(tmp_path)[0]
     assert (said.state, said.step) == (state, 2)
     assert said.error
-    assert (said.error.type, said.error.message) == (type(error).__name__, str(error))
+    words = f"it ends with exit code {error}" if isinstance(error, SystemExit) else str(error)
+    assert (said.error.type, said.error.message) == (type(error).__name__, words)
     assert "in body" in said.error.traceback
+
+
+def test_a_script_that_refuses_its_flags_is_quoted(tmp_path, capsys):
+    with pytest.raises(SystemExit), guard(StatusFile(tmp_path, 0)):
+        argparse.ArgumentParser().parse_args(["--basemodel", "x"])
+    said = read_statuses(tmp_path)[0]
+    assert said.state == "usage"
+    assert said.error.message == "its flags are refused: unrecognized arguments: --basemodel x"
 
 
 @pytest.mark.parametrize("code", [0, None])

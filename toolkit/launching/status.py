@@ -62,7 +62,8 @@ class RankError:
     @classmethod
     def of(cls, error: BaseException) -> RankError:
         text = "".join(traceback.format_exception(error))
-        return cls(type=type(error).__name__, message=str(error), traceback=text)
+        words = _words_of_exit(error) if isinstance(error, SystemExit) else str(error)
+        return cls(type=type(error).__name__, message=words, traceback=text)
 
     @property
     def is_echo(self) -> bool:
@@ -72,6 +73,14 @@ class RankError:
 
     def __str__(self) -> str:
         return f"{self.type}: {self.message}" if self.message else self.type
+
+
+def _words_of_exit(error: SystemExit) -> str:
+    """Return what argparse said before it ended the process: the exception has the code alone."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") == "argparse" and frame.f_code.co_name == "error":
+            return f"its flags are refused: {frame.f_locals['message']}"
+    return f"it ends with exit code {error.code}" if isinstance(error.code, int) else str(error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

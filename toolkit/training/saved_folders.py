@@ -83,6 +83,7 @@ def _read(path: Path) -> ReadBack:
 
 def _read_model(folder: Path, found: ReadBack) -> None:
     import transformers
+
     if "auto_map" in json.loads((folder / "config.json").read_bytes()):
         found["base"] = "its config names code of its own, which is not run here"
         _read_weights(folder, found)
