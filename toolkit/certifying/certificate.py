@@ -90,9 +90,9 @@ def verdict(certificate: Certificate) -> str:
     for check in certificate["checks"]:
         counts[check["answer"]] += 1
     names = [check["check"] for check in certificate["checks"] if check["answer"] == "broken"]
-    rest = f"{counts['holds']} hold, {counts['note']} are notes, {counts['not judged']} not judged"
+    rest = f"{counts['holds']} hold, {counts['note']} noted, {counts['not judged']} not judged"
     if names:
-        return f"{len(names)} checks are broken ({', '.join(names)}); {rest}."
+        return f"Broken: {', '.join(names)}. Of {len(certificate['checks'])} checks {rest}."
     return f"Nothing is broken: of {len(certificate['checks'])} checks {rest}."
 
 
