@@ -17,7 +17,8 @@ def read(subject: Subject) -> Finding:
     if worst is None:
         return holds("no rule of toolkit check finds anything")
     first = by_severity[worst][0]
-    counts = ", ".join(f"{len(found)} {kind}{'s' * (len(found) > 1)}" for kind, found in by_severity.items() if found)
+    plural = {kind: f"{kind}s" if len(found) > 1 else kind for kind, found in by_severity.items()}
+    counts = ", ".join(f"{len(of)} {plural[kind]}" for kind, of in by_severity.items() if of)
     words = f"{counts}; the first: {first.file.name}:{first.line}: {first.text}"
     advice = f"{first.fix.rstrip('.')}. All of them: toolkit check FILE --script {first.file.name}"
     return broken(words, advice) if worst == "error" else note(words, advice)
