@@ -11,7 +11,7 @@ from toolkit.files import write_text
 from toolkit.records.json_files import write_json
 from toolkit.redaction import redact
 from toolkit.tables.grid import Section
-from toolkit.tables.markdown import document, escaped, fenced
+from toolkit.tables.markdown import bullets, document, escaped, fenced
 from toolkit.tables.terminal import print_line
 
 if TYPE_CHECKING:
@@ -160,6 +160,11 @@ def write(certificate: Certificate, folder: Path) -> list[Path]:
     title = f"{name} under {certificate['config']}"
     said = escaped(verdict(certificate))
     shrunk = escaped(certificate["shrunk"])
+    broken = bullets(
+        f"{check['check']}: {check['words']}. {check['advice']}."
+        for check in certificate["checks"]
+        if check["answer"] == "broken"
+    )
     parts = sections(certificate)
     kind = "Certificate · rehearsal on the CPU" if certificate["rehearsal"] else "Certificate"
     versions = ", ".join(
@@ -169,14 +174,14 @@ def write(certificate: Certificate, folder: Path) -> list[Path]:
         title,
         kind=kind,
         tab=title,
-        head={"verdict": said, "shrunk": shrunk},
+        head={"verdict": said, "broken": broken, "shrunk": shrunk},
         parts=[parts[0], rows_as_html(certificate), *parts[1:]],
         foot=f"Made from certificate.json. {escaped(versions)}",
     )
     files = {
         f"{PAGE}.html": page,
         f"{PAGE}.md": document(
-            [f"# {escaped(title)}", said, shrunk], [*parts, rows_as_text(certificate)]
+            [f"# {escaped(title)}", said, broken, shrunk], [*parts, rows_as_text(certificate)]
         ),
     }
     for name, text in files.items():
