@@ -110,7 +110,7 @@ SITUATIONS = [
         gpus=2,
         gpu="L4",
         strategies={"tensor"},
-        says=(r"fsdp may not fit: \d\.\d GiB short", "chunked loss"),
+        says=(r"fsdp may not fit: \d\.\d GiB short .*; \d\.\d GiB to spare", "chunked loss"),
         also=(({"lora"}, ONE_COPY),),
         disagreement="By the widest end of the interval fsdp with a chunked loss is 2 GiB short of "
         "fitting for sure, as a tensor group is not.",
@@ -543,7 +543,7 @@ TRAINED = {
 }
 MISSING = re.compile(
     r"Without offload, (.+) comes nearest under (\w+), and (may not|does not) fit: ([\d,.]+) GiB "
-    r"short at the upper end, batch (\d+)(?: with (.+))?\."
+    r"short at the upper end, batch (\d+)(?: with (.+?))?(?:; [\d.]+ GiB to spare as expected)?\."
 )
 
 

@@ -262,10 +262,15 @@ def _leanest_by_strategy(
 
 
 def _short(candidate: Candidate) -> str:
-    missing = f"{-candidate.verdict.worst_margin_bytes / GIB:.1f} GiB "
-    missing += "of RAM short" if candidate.verdict.host_short else "short at the upper end"
-    may = "may not fit" if candidate.verdict.answer == "tight" else "does not fit"
-    return f"{may}: {missing}, batch {candidate.job.batch}{_with_levers(candidate)}"
+    verdict = candidate.verdict
+    missing = f"{-verdict.worst_margin_bytes / GIB:.1f} GiB "
+    missing += "of RAM short" if verdict.host_short else "short at the upper end"
+    may, spare = "does not fit", ""
+    if verdict.answer == "tight":
+        may = "may not fit"
+        left = (verdict.usable_bytes - verdict.needed.low) / GIB
+        spare = "" if verdict.host_short else f"; {left:.1f} GiB to spare as expected"
+    return f"{may}: {missing}, batch {candidate.job.batch}{_with_levers(candidate)}{spare}"
 
 
 def _with_levers(candidate: Candidate) -> str:
