@@ -65,7 +65,7 @@ def test_the_peak_is_that_of_what_was_computed_in(record, precision, tf32, peak)
 @pytest.mark.parametrize(
     ("name", "precision", "said"),
     [
-        ("Radeon Pro", "bf16", "no GPU 'Radeon Pro'"),
+        ("Radeon Pro", "bf16", "'Radeon Pro' is no NVIDIA GPU"),
         ("Tesla T4", "bf16", "has no bf16"),
     ],
 )

@@ -21,7 +21,8 @@ from toolkit.errors import UsageError
 from toolkit.measuring.shrinking import LARGEST, most_parameters, shrinking, small_sizes
 
 KNOWN = json.loads((ROOT / "toolkit/planning/models/wellknown.json").read_text("utf-8"))["models"]
-LARGE = {model["config"]["model_type"]: model["config"] for model in reversed(KNOWN)}
+CONFIGS = [model["config"] for model in KNOWN if "quantization_config" not in model["config"]]
+LARGE = {config["model_type"]: config for config in reversed(CONFIGS)}
 LATER = (
     *("deepseek_v3", "ernie4_5_moe", "falcon_h1", "gemma4_text", "glm4_moe", "kimi_linear"),
     *("lfm2", "longcat_flash", "mamba2", "minimax", "nemotron_h", "qwen3_5_text", "qwen3_next"),

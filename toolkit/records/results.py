@@ -358,6 +358,8 @@ class OtherSeed(TypedDict):
     """The control's training under another seed."""
 
     seed: int
+    """Seed of its rows and of what is new in the model."""
+
     losses: list[float]
     """Training loss of each optimizer step."""
 
