@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import toolkit
 from toolkit import rehearse
+from toolkit.certifying.checks import CHECKS
 from toolkit.cli import app
 from toolkit.comparing.parity.gates import limit_of
 from toolkit.comparing.parity.judgement import GATED_STEPS
@@ -80,6 +81,10 @@ def test_ci_runs_the_test_command_as_it_stands():
 
 def test_the_readme_is_a_page_and_no_book():
     assert len(README.prose.split()) <= MOST_WORDS
+
+
+def test_the_readme_counts_the_checks_of_a_certificate():
+    assert f"to {len(CHECKS)} such checks" in " ".join(README.prose.split())
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page is not SKILL], ids=str)

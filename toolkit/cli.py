@@ -327,12 +327,7 @@ def certify(
     script: Annotated[
         list[str], typer.Argument(metavar="-- SCRIPT [FLAGS]", help="The script, after --.")
     ],
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            help="Its name, for the bundled config file.", autocompletion=_complete_strategies
-        ),
-    ] = None,
+    strategy: Annotated[str | None, _strategies("Its name, for the bundled config file.")] = None,
     config: Annotated[
         Path | None, typer.Option(help="An Accelerate YAML of your own, in its place.")
     ] = None,
@@ -368,8 +363,6 @@ def certify(
     A certificate says what is trained, who is trained, which rows are read, whether the ranks do
     the work of one, and whether what is saved loads and resumes.
     """
-    from rich.console import Console
-
     from toolkit.certifying.certify import certify as run
     from toolkit.certifying.options import CertifyOptions
 
@@ -385,7 +378,7 @@ def certify(
         output=output,
         timeout=timeout,
     )
-    raise typer.Exit(run(script, options, console=Console()))
+    raise typer.Exit(run(script, options, console=_console()))
 
 
 @app.command(

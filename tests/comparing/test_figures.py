@@ -7,6 +7,7 @@ from toolkit.comparing.report.figures import draw_all, draw_one, frame
 from toolkit.comparing.report.figures.memory import bytes_by_purpose
 from toolkit.comparing.report.figures.pipelines import bubbles
 from toolkit.comparing.report.figures.speed import _spread
+from toolkit.comparing.report.runs_table import runs_table
 from toolkit.errors import UsageError
 from toolkit.notebook import cell_figure
 
@@ -158,7 +159,9 @@ def test_other_seeds_are_a_band_from_the_lowest_to_the_highest_loss(full_results
     for step, losses in enumerate(zip(above, below, strict=True), start=1):
         assert {(step, loss) for loss in losses} <= corners
     figure = draw_one(results, "losses")
-    assert figure.shows.endswith("Under 3 seeds they lie up to 0.75 apart.")
+    said = "Under 3 seeds, losses of a step lie up to 0.75 apart."
+    assert figure.shows.endswith(said)
+    assert said in runs_table(results).notes
     assert figure.caption.endswith(f"The grey band is {row['name']} under all seeds.")
 
 

@@ -228,7 +228,9 @@ class _Certifying:
             own.append("--shrink" if options.shrink else "--shrink=auto")
         script = [*self.script, *more]
         if script[:2] == ["-m", "toolkit.train"]:  # it refuses the folder of another run
-            script += ["--output_dir", str(self.folder / name / "saved")]
+            saved = self.folder / name / "saved"
+            script += ["--output_dir", str(saved)]
+            print_line(f"toolkit.train saves into {short_path(saved)}", console=self.console)
         words = ["-m", "toolkit.rehearse", *own, *script]
         command = launch_command(config, words, num_processes=processes)
         lines: list[str] = []

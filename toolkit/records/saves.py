@@ -118,7 +118,5 @@ def read_saves(folder: Path) -> list[Saves]:
     Raises:
         UsageError: one is damaged.
     """
-    found = [
-        read_as(path, Saves) for path in folder.glob(saves_file(folder, 0).name[:6] + "*.json")
-    ]
+    found = [read_as(path, Saves) for path in folder.glob("saves-*.json")]
     return sorted(found, key=lambda one: one["rank"])

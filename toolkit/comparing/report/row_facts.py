@@ -37,6 +37,23 @@ def control_name(results: Results) -> str | None:
     return None if control is None else control["name"]
 
 
+def losses_of_seeds(results: Results) -> list[tuple[float, ...]]:
+    """Return the control's losses of each step under every seed; empty where it had one."""
+    control, seeds = control_row(results), results.get("other_seeds", [])
+    if control is None or not control["losses"] or not seeds:
+        return []
+    return [*zip(control["losses"], *(seed["losses"] for seed in seeds), strict=False)]
+
+
+def seeds_in_words(results: Results) -> str:
+    """Say how far a seed moves the losses; empty where there was one seed."""
+    steps = losses_of_seeds(results)
+    if not steps:
+        return ""
+    widest = max(max(losses) - min(losses) for losses in steps)
+    return f"Under {len(steps[0])} seeds, losses of a step lie up to {widest:.2g} apart."
+
+
 def baseline(results: Results) -> Row | None:
     """Return the run whose speed is set to 1: DDP's, else the control's, else None.
 

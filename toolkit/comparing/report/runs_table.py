@@ -35,6 +35,7 @@ from toolkit.comparing.report.row_facts import (
     ratio,
     reason_for,
     runs_grid,
+    seeds_in_words,
     states_of,
     status_of,
 )
@@ -220,6 +221,7 @@ def _table_notes(results: Results, base: Row | None) -> list[str]:
             "Gap: the largest difference between the loss of a step and the control's. Rounding "
             f"alone gives one; from {limit:g} on, the run is not the same training.",
         ]
+        lines += filter(None, [seeds_in_words(results)])
     if base is not None:
         scaled = len({row["num_processes"] for row in runs if row["num_processes"] > 1}) > 1
         on = f" on {base['num_processes']} processes" if scaled else ""

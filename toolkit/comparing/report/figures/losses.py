@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from toolkit.comparing.report.figures.frame import ReportFigure, colour_of, style_of
-from toolkit.comparing.report.row_facts import control_row
+from toolkit.comparing.report.row_facts import control_row, losses_of_seeds, seeds_in_words
 from toolkit.comparing.report.svg import INK, Hint
 from toolkit.records.results import Results, Row
 
@@ -58,12 +58,9 @@ def losses_and_gaps(results: Results) -> ReportFigure:
     elif smallest is None:
         figure.caption += f" Here no step of any run differs from {name} at all."
     figure.shows = _course(curves, gaps, name)
-    seeds = results.get("other_seeds", [])
-    every = [*(of_seed["losses"] for of_seed in seeds), base] if seeds and base else []
-    band = [*zip(*every, strict=False)]
+    band = losses_of_seeds(results)
     if band:
-        widest = max(max(losses) - min(losses) for losses in band)
-        figure.shows += f" Under {len(seeds) + 1} seeds they lie up to {widest:.2g} apart."
+        figure.shows += f" {seeds_in_words(results)}"
         figure.caption += f" The grey band is {name} under all seeds."
     _draw(figure, curves, gaps, smallest, control, band)
     # Runs that differ only in their processes have the same style and share a key.
