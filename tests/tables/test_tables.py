@@ -72,7 +72,7 @@ def test_a_missing_cell_has_its_reason_once_below():
 def test_an_empty_column_is_left_out_with_its_reason_kept():
     section = shown_grid(drop_empty=True)
     assert section.header == ["run", "x"]
-    assert section.notes == shown_grid().notes
+    assert section.notes == ["n/a: b (x): nobody looked", "left out: every run (y): nobody looked"]
 
 
 def test_a_page_names_columns_and_lines_and_marks_what_is_bad():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
 NOT_AVAILABLE: Final = "n/a"
+LEFT_OUT: Final = "left out"
 
 T = TypeVar("T")
 
@@ -100,19 +101,26 @@ def grid(
         for column, cells in lines.items()
         if not drop_empty or any(isinstance(cell, str) for cell in cells)
     ]
-    missing = [
-        (label(item), column.name, cell.reason)
-        for number, item in enumerate(items)
-        for column, cells in lines.items()
-        if isinstance(cell := cells[number], Missing)
-    ]
+    notes: list[str] = []
+    for word, these in ((NOT_AVAILABLE, shown), (LEFT_OUT, [c for c in lines if c not in shown])):
+        missing = [
+            (label(item), column.name, cell.reason)
+            for number, item in enumerate(items)
+            for column in these
+            if isinstance(cell := lines[column][number], Missing)
+        ]
+        explained = len([column for column in these if column not in naming])
+        notes += missing_lines(
+            missing,
+            items=len(items) if says_every else 0,
+            columns=explained if says_all and these is shown else 0,
+            word=word,
+        )
     return Section(
         text,
         [column.name for column in shown],
         [[_shown(lines[column][number]) for column in shown] for number in range(len(items))],
-        missing_lines(
-            missing, items=len(items) if says_every else 0, columns=len(columns) if says_all else 0
-        ),
+        notes,
         names=len(naming),
         words=words,
     )
@@ -123,7 +131,11 @@ def _shown(cell: str | Missing) -> str:
 
 
 def missing_lines(
-    missing: Sequence[tuple[str, str, str]], *, items: int, columns: int = 0
+    missing: Sequence[tuple[str, str, str]],
+    *,
+    items: int,
+    columns: int = 0,
+    word: str = NOT_AVAILABLE,
 ) -> list[str]:
     """Say why cells are `n/a`, each reason once.
 
@@ -131,6 +143,7 @@ def missing_lines(
         missing: Label of the item, name of the column, and reason of each cell.
         items: Number of lines in the table; a reason that holds for all of them names none.
         columns: Number of columns in the table, to write `all`; 0 to name each column.
+        word: What the reader finds in place of a value.
     """
     by_reason: dict[str, dict[str, list[str]]] = {}
     for label, column, reason in missing:
@@ -145,5 +158,5 @@ def missing_lines(
             f"{'every run' if len(labels) == items > 1 else ', '.join(labels)} ({listed})"
             for listed, labels in by_columns.items()
         )
-        lines.append(f"n/a: {where}: {reason}")
+        lines.append(f"{word}: {where}: {reason}")
     return lines
