@@ -126,11 +126,11 @@ def test_a_first_run_is_told_from_a_later_one_by_the_cache(flags, tmp_path, monk
     words = first_words(options, starts=6)
     assert words.startswith("The first time here: importing libraries, making") is built_in
     assert (str(tmp_path) in words) is built_in
-    assert words.endswith("Then 6 runs of 30 steps; the first will tell how long they take.")
+    assert words.endswith("Then 6 runs of 20 steps to judge and 10 to time.")
     for name in BUILT_IN:
         (tmp_path / f"{name}-3.11-key").mkdir()
     later = first_words(options, starts=1)
-    assert later.startswith("Importing libraries, preparing model and data. Then 1 run of 30 steps")
+    assert later.startswith("Importing libraries, preparing model and data. Then 1 run of 20 steps")
 
 
 def test_a_bar_is_shown_on_a_terminal_alone():

@@ -58,7 +58,7 @@ EVALUATED: Final = ("eval loss", "perplexity")
 AT_7B: Final = "at 7B, GiB"
 """Column of a rehearsal: what the planner expects of the same strategies at a real size."""
 
-NOTICEABLE: Final = 1.02
+NOTICEABLE: Final = 1.01
 """Quotient of two sizes from which they count as different."""
 
 BEYOND_STATES: Final = {
@@ -219,7 +219,8 @@ def _table_notes(results: Results, base: Row | None) -> list[str]:
         lines += [
             f"Control: {name}; gaps are measured from it.{why}",
             "Gap: the largest difference between the loss of a step and the control's. Rounding "
-            f"alone gives one; from {limit:g} on, the run is not the same training.",
+            f"alone makes a small gap; from {limit:g} on, the run is not the same training. "
+            "Gradients, weights and rows are judged too.",
         ]
         lines += filter(None, [seeds_in_words(results)])
     if base is not None:
@@ -228,14 +229,16 @@ def _table_notes(results: Results, base: Row | None) -> list[str]:
         lines.append(f"Baseline of speed: {base['name']}{on}; the others are multiples of it.")
     if counts_peaks(results):
         lines.append(
-            "States: weights, gradients and optimizer states of the fullest rank. Peak: all its "
-            "tensors at the fullest moment of a step; a GPU's allocator adds its own."
+            "States: weights, gradients and optimizer states of the process that holds the most. "
+            "Peak: all its tensors at the fullest moment of a step, gathered weights and "
+            "activations too: this decides whether a run fits. A GPU's allocator adds its own."
         )
         lines += [*host_in_peak_lines(runs), *_second_copies(results)]
     if results["rehearsal"]:
         lines.append(
-            "At 7B: what toolkit plan 7b expects on each of as many GPUs, the fullest of them "
-            f"({method_of(results)} fine-tune, bf16, one row of 2,048 tokens)."
+            "At 7B: what each GPU needs, the fullest one of a run, for a model of 7 billion "
+            f"parameters, as toolkit plan 7b expects it ({method_of(results)} fine-tune, bf16, one "
+            "row of 2,048 tokens)."
         )
     return lines + [
         f"{row['name']} ran out of memory: {planner_word(row)}."

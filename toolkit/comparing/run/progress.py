@@ -36,16 +36,26 @@ OTHER_INPUTS: Final = frozenset({"model_name_or_path", "train_file", "dataset_na
 """Flags of `toolkit.train` that name another model or other data than the built-in ones."""
 
 
+NEXT: Final = (
+    "Your own model: toolkit recommend NAME --gpu L4 --gpus 2 says what fits, and toolkit train "
+    "--model_name_or_path NAME --train_file FILE trains it"
+)
+
+
+def is_built_in(options: CompareOptions) -> bool:
+    """Return whether the built-in model is compared on the built-in data."""
+    return OTHER_INPUTS.isdisjoint(flag_names(options.train_flags))
+
+
 def first_words(options: CompareOptions, *, starts: int) -> str:
     """Describe the steps of a comparison with `starts` runs to start, repeats counted, in order."""
-    built_in = OTHER_INPUTS.isdisjoint(flag_names(options.train_flags))
     first = "Importing libraries, preparing model and data"
-    if built_in and not all(any(cache_root().glob(f"{name}-*/")) for name in BUILT_IN):
+    if is_built_in(options) and not all(any(cache_root().glob(f"{name}-*/")) for name in BUILT_IN):
         making = f"making the built-in model and data once, in {cache_root()}"
         first = f"The first time here: importing libraries, {making}"
     runs = f"{starts} {'run' if starts == 1 else 'runs'}"
-    steps = options.max_steps + options.throughput_steps
-    return f"{first}. Then {runs} of {steps} steps; the first will tell how long they take."
+    timed = f" and {options.throughput_steps} to time" if options.throughput_steps else ""
+    return f"{first}. Then {runs} of {options.max_steps} steps to judge{timed}."
 
 
 @contextmanager

@@ -31,7 +31,13 @@ from toolkit.comparing.run.folders import (
 from toolkit.comparing.run.options import CompareOptions
 from toolkit.comparing.run.plan import Run, build_plan
 from toolkit.comparing.run.preparing import run_environment
-from toolkit.comparing.run.progress import ProgressLines, first_words, shown_progress
+from toolkit.comparing.run.progress import (
+    NEXT,
+    ProgressLines,
+    first_words,
+    is_built_in,
+    shown_progress,
+)
 from toolkit.comparing.run.starting import once_more_cold, start_run
 from toolkit.errors import file_sentence
 from toolkit.launching.forking import warm_launches
@@ -126,6 +132,8 @@ def _run(comparison: Comparison, introduction: Sequence[str], console: Console) 
     written = [short_path(path) for path in (folder / RESULTS_FILE, *reports)]
     print_report(results, console=console, show_speed=show_speed)
     print_line(f"Written: {', '.join(written[:-1])} and {written[-1]}", console=console)
+    if is_built_in(comparison.options):
+        print_line(NEXT, console=console)
     return exit_code(results)
 
 
