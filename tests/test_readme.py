@@ -510,7 +510,7 @@ def test_the_usual_strategies_and_the_gates_are_those_of_the_code():
     assert f"over the first {GATED_STEPS} steps" in text
     assert f"loss within {short(limit_of('loss', 'no'))}," in text
     assert f"within {short(limit_of('grad_norm', 'no'))} relative" in text
-    assert f"within {short(limit_of('weights', 'no'))} of the control's own update" in text
+    assert f"within {short(limit_of('weights', 'no'))} times the change that training made" in text
 
 
 def short(number):

@@ -77,7 +77,7 @@ _GATES: Final = (
         judge=judges.judge_weights,
         of="result",
         limits={"no": 3e-4, "bf16": 0.2, "fp16": 0.2},
-        words="final weights within {:g} of the control's own update",
+        words="final weights within {:g} times the change that training made to the control",
         judges_skips=True,
     ),
     Gate(

@@ -50,9 +50,9 @@ def held(results: Results) -> Section:
         )
     ]
     text = (
-        "Counted from the tensors that a rank holds: gradients at their peak before the step, the "
-        "others after it; `master` is an fp32 copy that DeepSpeed keeps. Below each run stands "
-        "what `toolkit plan` predicts, with its error where it has one."
+        "Counted from the tensors that a rank holds: gradients at their fullest just before the "
+        "step, the others after it; `master` is an fp32 copy that DeepSpeed keeps. Below each run "
+        "stands what `toolkit plan` predicts, with its error where it has one."
     )
     notes = [*measurements.notes, *not_predicted(good, "memory")]
     unknown = [name for name in UNPREDICTED if name in names]
