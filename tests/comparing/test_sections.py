@@ -135,7 +135,7 @@ def test_the_fullest_moment_adds_up(full_results):
     shown = {name: ddp[name] for name in names}
     assert shown["activations"] == "0.12 GiB"
     assert (shown["other"], ddp["together"]) == ("64.0 MiB", "1.19 GiB")
-    assert "adds its own; but for offloaded states these tensors are the same" in section.text
+    assert "Offloaded states lie in the host's memory there; the other tensors" in section.text
 
 
 def test_the_planner_s_peak_of_that_step_stands_beside_the_counted_one(full_results):

@@ -58,7 +58,9 @@ def bullets(lines: Iterable[str]) -> str:
 def escaped(text: str) -> str:
     """Return `text` as words on one line, with all markup escaped."""
     line = " ".join(plain(text).split())
-    return SPECIAL.sub(_with_backslash, html.escape(line, quote=False))
+    # An arrow between words is read in the file, too, and opens nothing.
+    line = html.escape(line, quote=False).replace(" -&gt; ", " -> ")
+    return SPECIAL.sub(_with_backslash, line)
 
 
 def _with_backslash(match: re.Match[str]) -> str:

@@ -255,8 +255,8 @@ def _second_copies(results: Results) -> list[str]:
         return []
     most = size(max(filter(None, copies.values())))
     return [
-        f"{', '.join(names)}: {most} of the states are a second copy of the weights in fp32 "
-        "(master). DeepSpeed keeps it in every precision."
+        f"{', '.join(names)}: {most} of the states are the process's share of a second copy "
+        "of the weights (master), which DeepSpeed keeps where the weights are in fp32, too."
     ]
 
 

@@ -142,10 +142,12 @@ def limits(results: Results, *, show_speed: bool = False) -> list[str]:
             "Speed is over all starts; losses, memory and traffic are those of the first start."
         )
     if results["rehearsal"]:
-        lines.append(
+        lines += [
+            "A rehearsal shows nothing of speed, of a GPU's allocator and kernels, or of NCCL, and "
+            "the column at 7B is a prediction: no run on several GPUs has confirmed it.",
             "On a CPU the host's peak holds libraries, activations and the states together; it is "
-            "not what a GPU would need."
-        )
+            "not what a GPU would need.",
+        ]
     return lines
 
 

@@ -118,8 +118,8 @@ def fullest(results: Results) -> Section | None:
             * predicted
         )
         + (
-            "A GPU's allocator adds its own; but for offloaded states these tensors are the same "
-            "on a GPU, as far as its kernels keep the same ones."
+            "A GPU's allocator adds its own. Offloaded states lie in the host's memory there; the "
+            "other tensors are the same, as far as its kernels keep the same ones."
             if results["rehearsal"]
             else "The device's peak above is over all steps, packed rows included, and has what "
             "the allocator adds."
