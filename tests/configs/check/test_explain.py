@@ -95,7 +95,7 @@ def of_fsdp1(**keys):
     ("strategy", "bundled"), [("FULL_SHARD", "fsdp"), ("SHARD_GRAD_OP", "fsdp_grad_op")]
 )
 def test_a_translated_file_makes_the_plugin_of_the_bundled_one(strategy, bundled, tmp_path):
-    mine = of_fsdp1()
+    mine = of_fsdp1(debug=False)
     mine["fsdp_config"]["fsdp_sharding_strategy"] = strategy
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(mine, sort_keys=False))
     made = translate(tmp_path / "mine.yaml")
@@ -103,6 +103,7 @@ def test_a_translated_file_makes_the_plugin_of_the_bundled_one(strategy, bundled
         "fsdp_backward_prefetch: BACKWARD_POST",
         "fsdp_use_orig_params: False",
     ]
+    assert "\n\n" not in made.text
     ours = real_parsers.of_yaml(yaml.safe_load(made.text), tmp_path / "a.yaml")
     content, _ = read(ROOT / "accelerate_configs" / f"{bundled}.yaml")
     assert ours["fsdp"] == real_parsers.of_yaml(content, tmp_path / "b.yaml")["fsdp"]

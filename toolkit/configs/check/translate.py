@@ -101,6 +101,8 @@ def _of_section(yaml: Document, *, reshards: bool, notes: list[str]) -> list[Edi
     end = yaml.text.find("\n", yaml.place(("fsdp_config", last), value=True).end)
     end = len(yaml.text) if end < 0 else end
     indent = "\n" + " " * (first.column - 1)
-    # Where the last line goes, what is new takes its place.
+    added = "".join(indent + line for line in new)
+    if any(one.end >= end and not one.text for one in edits):  # where the last line goes
+        added = added.removeprefix("\n")
     edits = [Edit(start=one.start, end=min(one.end, end), text=one.text) for one in edits]
-    return [*edits, Edit(start=end, end=end, text="".join(indent + line for line in new))]
+    return [*edits, Edit(start=end, end=end, text=added)]
