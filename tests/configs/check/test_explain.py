@@ -82,10 +82,10 @@ def of_fsdp1(**keys):
         "fsdp_sharding_strategy": "FULL_SHARD",
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_backward_prefetch": "BACKWARD_POST",
-        "fsdp_use_orig_params": False,
         "fsdp_offload_params": False,
         "fsdp_cpu_ram_efficient_loading": True,
         "fsdp_sync_module_states": True,
+        "fsdp_use_orig_params": False,
     }
     common = {"distributed_type": "FSDP", "num_machines": 1, "num_processes": 2}
     return common | {"fsdp_config": section} | keys

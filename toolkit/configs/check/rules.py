@@ -133,6 +133,8 @@ def _refused_values(setup: Setup) -> Iterator[Finding]:
         keys: Keys = ("deepspeed_config", "deepspeed_config_file")
         yield yaml.found("refused-value.missing", keys, reason=setup.json_problem)
     for refusal in setup.refusals:
+        if setup.json_problem is not None and refusal.keys == ("deepspeed_config",):
+            continue  # the same file, in Accelerate's words
         value, stands = yaml.get(*refusal.keys), dotted(refusal.keys) or "The file"
         if value is False and refusal.keys == ("mixed_precision",):
             edits = yaml.replace(refusal.keys, '"no"')
