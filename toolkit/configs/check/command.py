@@ -58,7 +58,10 @@ class Report:
             yield f"fixed    {file}  (before: {file}{BACKUP})"
         yield from (f"not judged: {what}" for what in self.not_judged)
         count = Counter(finding.severity for finding in self.findings)
-        parts = [f"{count[kind]} {kind}s" for kind in ("error", "warning", "note")]
+        parts = [
+            f"{count[kind]} {kind}{'s' * (count[kind] != 1)}"
+            for kind in ("error", "warning", "note")
+        ]
         yield ", ".join(parts)
 
 
