@@ -114,7 +114,7 @@ def verdict_sentence(verdict: Verdict) -> str:
     expected, worst = (_short(end / GIB) for end in (verdict.needed.low, verdict.needed.high))
     sentence = (
         f"{verdict.words}: a GPU is expected to need {expected} GiB, and {worst} at worst, of "
-        f"{verdict.usable_bytes / GIB:.2f}: {_spare(verdict.margin_bytes)} at worst."
+        f"{verdict.usable_bytes / GIB:.2f} usable: {_spare(verdict.margin_bytes)} at worst."
     )
     if verdict.host_needed.high > 0:
         sentence += f" Each node needs {gib_span(verdict.host_needed)} GiB of RAM"
