@@ -51,6 +51,8 @@ NOTED = {
     ("too_early", "ddp"): (END, "weights of step 1; those of the last step, 3, were not saved"),
     ("by_save_file", "zero3"): (END, "no tokenizer, no generation_config.json"),
     ("merged", "ddp", "--lora"): (END, "no tokenizer"),
+    ("by_the_engine", "zero3"): (END, "only files were saved that a script's own code reads"),
+    ("by_save_model", "fsdp"): (END, "only files were saved that a script's own code reads"),
     ("nothing", "ddp"): (END, "only files were saved that a script's own code reads"),
 }
 NOT_RESUMED = {

@@ -141,6 +141,12 @@ def train_by_loop():
         unwrapped = accelerator.unwrap_model(model)
         if fault == "nothing":
             return
+        if fault == "by_the_engine":
+            model.save_checkpoint(str(folder))
+            return
+        if fault == "by_save_model":
+            accelerator.save_model(model, folder)
+            return
         if fault == "another_model":
             if accelerator.is_main_process:
                 untrained.save_pretrained(folder)

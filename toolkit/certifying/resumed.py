@@ -147,7 +147,7 @@ def cut_off(subject: Subject) -> Finding:
     initial = subject.saves[0]["states"][0]["weights"]
     said: list[str] = []
     for cut in subject.cuts:
-        states = next((one["states"] for one in cut.saves if one["rank"] == 0), [])
+        states = cut.saves[0]["states"] if cut.saves and not cut.saves[0]["rank"] else []
         if len(states) < 2:
             said.append(f"{cut.words}: refused, {cut.reason.partition('. ')[0] or 'no step made'}")
         elif all(t["digests"] == initial[n]["digests"] for n, t in states[0]["weights"].items()):

@@ -68,7 +68,7 @@ class Evaluations:
                 self._usual |= changed
             else:
                 mode = [MODE] if self._was_training and not module.training else []
-                last |= {"changed": sorted(changed) + mode, "is_followed": True}
+                last["changed"], last["is_followed"] = sorted(changed) + mode, True
                 last["random"].append(now)
         self._is_open = self._has_stepped = False
         self._was_training, self._random = module.training, now
