@@ -339,7 +339,7 @@ def certify(
         str,
         typer.Option(
             help="Groups of checks, by commas: rules, tokens, parameters, rows, one, log, saved, "
-            "resumed; all if left out."
+            "resumed, repeated; all if left out."
         ),
     ] = "",
     resume_flag: Annotated[
@@ -361,7 +361,8 @@ def certify(
     """Run a training script small and short, as ranks and as one process, and judge what it does.
 
     A certificate says what is trained, who is trained, which rows are read, whether the ranks do
-    the work of one, and whether what is saved loads and resumes.
+    the work of one, whether what is saved loads and resumes, and whether an evaluation leaves no
+    trace.
     """
     from toolkit.certifying.certify import certify as run
     from toolkit.certifying.options import CertifyOptions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -17,6 +17,10 @@ ADDED: Final = re.compile(
     r"|(?<=\.lora_[AB])\.\w+(?=\.weight$)"
 )
 """Parts of the names in a model with adapters that no saved name has (peft 0.21)."""
+
+ROUNDING: Final = {"float32": 1e-6, "bfloat16": 2**-7, "float16": 2**-10}
+OF_PRODUCTS: Final = 0.01
+"""Share of what an adapter adds by which products of 16 bits may miss it."""
 
 NO_SAVE: Final = "the script saves nothing"
 
@@ -48,6 +52,11 @@ class Compared:
     casts: set[str] = field(default_factory=set[str])
     equal: int = 0
     merged: int = 0
+    """Weights with adapters merged into them whose sum is not known."""
+
+    summed: int = 0
+    """Those that are base plus adapter, to rounding."""
+
     is_of: int | None = None
     """The latest state whose weights these are."""
 
@@ -84,7 +93,8 @@ def _compared(subject: Subject, call: Call, found: ReadBack) -> Compared:
     made = Compared(call=call, found=found)
     states = subject.saves[0]["states"]
     every = [_plain(states[0]["weights"]) | _plain(state["weights"]) for state in states]
-    truth = every[min(call["step"], len(every) - 1)]
+    at = min(call["step"], len(every) - 1)
+    truth, sums = every[at], {ADDED.sub("", n): v for n, v in states[at]["merged"].items()}
     tied = {ADDED.sub("", n): ADDED.sub("", own) for n, own in subject.saves[0]["tied"].items()}
     bases = {ADDED.sub("", name) for name in states[0]["weights"] if ".base_layer." in name}
     is_merged = found["kind"] == "model" and bool(bases)
@@ -97,9 +107,14 @@ def _compared(subject: Subject, call: Call, found: ReadBack) -> Compared:
         if name in tied and found["kind"] == "model":
             made.note("tied in training, and apart when they are loaded", name)
         if is_merged and own in bases:
-            made.merged += 1
-            if _is_equal(tensor, truth[own]) and truth != every[0]:
+            if own not in sums:
+                made.merged += 1
+            elif _is_near(tensor, sums[own], truth[own]):
+                made.summed += 1
+            elif _is_near(tensor, truth[own]["values"], truth[own]):
                 made.note("without their adapter", name)
+            else:
+                made.note("another sum than that of base and adapter", name)
             continue
         seen[own] = tensor
         if not prod(tensor["shape"]) and prod(truth[own]["shape"]):
@@ -129,6 +144,15 @@ def _is_equal(saved: Tensor, trained: Tensor) -> bool:
     return same and saved["shape"] == trained["shape"]
 
 
+def _is_near(saved: Tensor, meant: Sequence[float], base: Tensor) -> bool:
+    """Whether a saved tensor has the few numbers that it should, to the rounding of a sum."""
+    step = ROUNDING.get(saved["dtype"], ROUNDING["float32"])
+    return saved["shape"] == base["shape"] and all(
+        abs(value - right) <= step * max(abs(right), abs(old)) + OF_PRODUCTS * abs(right - old)
+        for value, right, old in zip(saved["values"], meant, base["values"], strict=True)
+    )
+
+
 def _named(names: Iterable[str]) -> str:
     first, *others = names
     return f"{first} and {len(others)} more" if others else first
@@ -142,14 +166,14 @@ def saves(subject: Subject) -> Finding:
     for call in _calls(subject):
         if call["error"] and not read:  # else the script went on without it
             words = f"ends the run after {call['step']} steps: {call['error']}"
-            return broken(f"{call['name']} ({call['where']}) {words}", GATHERED)
+            return broken(f"{call['name']} ({call['where']}) {words}", GATHERED, call["where"])
         found = read.get(call["path"])
         is_gone = found is None or found["kind"] == "nothing"
         # What was saved before the training is its input, and may have moved on.
         if is_gone and call["path"] and call["step"] and not call["is_checkpoint"]:
             why = f": {found['error']}" if found and found["error"] else ""
             words = f"leaves no weights that can be read in {Path(call['path']).name}{why}"
-            return broken(f"{call['name']} ({call['where']}) {words}", PARTS)
+            return broken(f"{call['name']} ({call['where']}) {words}", PARTS, call["where"])
     places = dict.fromkeys(f"{Path(c['path']).name} ({c['name']})" for c in _calls(subject))
     return holds(f"{len(places)} written: {', '.join(places)}") if places else not_judged(NO_SAVE)
 
@@ -168,7 +192,8 @@ def loads(subject: Subject) -> Finding:
         is_engines = one.call["is_checkpoint"] and not read["tensors"]
         if words or (read["error"] and not is_engines):
             advice = GATHERED if read["tensors"] else PARTS
-            return broken(f"{one.place}: {read['error'] or '; '.join(words)}", advice)
+            words = read["error"] or "; ".join(words)
+            return broken(f"{one.place}: {words}", advice, one.call["where"])
     bases = [one.found["base"] for one in models if one.found["base"]]
     if not models or len(bases) == len(models):
         return not_judged(bases[0] if bases else "no model was saved")
@@ -181,11 +206,12 @@ def weights(subject: Subject) -> Finding:
     for one in found:
         if one.wrong:
             words = [f"{len(n)} tensors are {why}: {_named(n)}" for why, n in one.wrong.items()]
-            return broken(f"{one.place}: {'; '.join(words)}", GATHERED)
+            return broken(f"{one.place}: {'; '.join(words)}", GATHERED, one.call["where"])
         if one.other:
             words = f"{one.place}, called after step {one.call['step']}, holds the weights "
             if not one.is_of:
-                return broken(f"{words}from before the training", GATHERED)
+                words += "from before the training"
+                return broken(words, GATHERED, one.call["where"])
             advice = "Right where the best checkpoint is loaded at the end"
             return note(f"{words}of step {one.is_of}", advice)
     if not (tensors := sum(one.equal for one in found)):
@@ -194,6 +220,8 @@ def weights(subject: Subject) -> Finding:
     casts = sorted({cast for one in found for cast in one.casts})
     merged = sum(one.merged for one in found)
     more = f", after a cast of {' and '.join(casts)}" if casts else ""
+    summed = sum(one.summed for one in found)
+    more += f"; {summed} are base plus adapter, to rounding" if summed else ""
     more += f"; {merged} with adapters merged into them were not compared" if merged else ""
     return holds(f"{tensors} tensors in {len(found)} places are equal to the last bit{more}")
 
@@ -215,7 +243,8 @@ def a_model(subject: Subject) -> Finding:
     )
     if latest is None or not latest.is_of:
         if tried or any(call["error"] for call in _calls(subject)):
-            return broken("no folder that was saved holds what was trained, whole", GATHERED)
+            words = "no folder that was saved holds what was trained, whole"
+            return broken(words, GATHERED, _calls(subject)[-1]["where"])
         words = "only files were saved that a script's own code reads, and no model that loads"
         return note(words, GATHERED)
     if latest.merged:

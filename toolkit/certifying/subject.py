@@ -57,6 +57,19 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A run from a checkpoint that was cut off."""
+
+    words: str
+    """What is missing of it."""
+
+    reason: str
+    """Why the run did not end; empty where it did."""
+
+    saves: Sequence[Saves]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     """The runs of one script."""
 
@@ -97,6 +110,13 @@ class Subject:
     resumed: Sequence[Saves] = ()
     """The same of a run from a checkpoint; empty where there is none."""
 
+    cuts: Sequence[Cut] = ()
+    """Runs from copies of that checkpoint that lack a part."""
+
+    twice: Sequence[Saves] = ()
+    """Of a second run, without what a Trainer evaluates; empty where there is none."""
+
+    no_twice: str = "there is no second run"
     no_resume: str = "nothing was resumed"
     resume_failed: str = ""
     """Why that run did not end."""
@@ -162,13 +182,16 @@ class Finding:
     advice: str = ""
     """What to do about it."""
 
+    where: str = ""
+    """File and line of the script, where the finding itself knows it."""
+
 
 def holds(words: str) -> Finding:
     return Finding(answer="holds", words=words)
 
 
-def broken(words: str, advice: str) -> Finding:
-    return Finding(answer="broken", words=words, advice=advice)
+def broken(words: str, advice: str, where: str = "") -> Finding:
+    return Finding(answer="broken", words=words, advice=advice, where=where)
 
 
 def note(words: str, advice: str = "") -> Finding:
@@ -184,6 +207,8 @@ class Check(ParityCheck[Callable[[Subject], Finding]]):
     """One check of a certificate."""
 
     group: str
+    place: str = ""
+    """What in the script is looked at first, a name in `Observation.places`; else as its group."""
 
 
 def of_rows(

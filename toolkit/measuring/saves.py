@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import sys
-import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -28,16 +28,16 @@ from toolkit.engines.wrappers import innermost
 from toolkit.errors import sentence_of
 from toolkit.launching.ranks import rank
 from toolkit.measuring.evidence import digest_of
-from toolkit.measuring.few_steps import FewSteps
+from toolkit.measuring.few_steps import FewSteps, line_of_script
 from toolkit.measuring.stepped import rates_of
 from toolkit.records.json_files import SCHEMA, write_json
-from toolkit.records.saves import Call, Saves, State, Tensor, saves_file
-from toolkit.search_path import ROOT
+from toolkit.records.saves import STATES, Call, Saves, State, Tensor, saves_file
 
 CASTS: Final = (torch.float32, torch.bfloat16, torch.float16)
 VALUES: Final = 64
 
-LIBRARIES: Final = (sysconfig.get_paths()["stdlib"], str(Path(ROOT, "toolkit")), "<")
+SECOND: Final = "second"
+"""Folder of a checkpoint that is saved right after one was loaded."""
 
 
 @contextmanager
@@ -77,6 +77,9 @@ class _Watcher:
         self._batches: list[int] = []
         self._losses: list[float] = []
         self._rate: float | None = None
+        self._loaded_from: Path | None = None
+        self._second = folder / SECOND
+        self._others: list[str] | None = None
 
     def __deepcopy__(self, _: Any) -> Any:
         return self  # a script may copy a model with its hooks
@@ -96,6 +99,7 @@ class _Watcher:
             calls=self._calls,
             states=self._states,
             tied=tied,
+            second=self._differing(),
         )
         write_json(saves_file(self._folder, rank()), content)
 
@@ -113,6 +117,18 @@ class _Watcher:
         self._watch(Accelerator, "save", "f", tensors="obj")
         self._watch(torch, "save", "f", tensors="obj")
         self._watch(safetensors.torch, "save_file", "filename", tensors="tensors")
+        load = Accelerator.load_state
+
+        @functools.wraps(load)
+        def loading(this: Any, input_dir: Any = None, *arguments: Any, **options: Any) -> None:
+            load(this, input_dir, *arguments, **options)
+            if self._first and input_dir is not None and self._loaded_from is None:
+                self._loaded_from = Path(input_dir)
+                self._is_saving = True  # by us
+                this.save_state(str(self._folder / SECOND))
+                self._is_saving = False
+
+        self.hooks.callback(replace_method(Accelerator, "load_state", loading))
         finish = TrainingArguments.__post_init__
 
         def post_init(this: Any) -> None:
@@ -153,7 +169,7 @@ class _Watcher:
             path = place(given) if callable(place) else given.get(place)
             call = Call(
                 name=f"{shown}.{name}",
-                where=_line_of_script(),
+                where=line_of_script(),
                 path="",
                 step=max(0, len(self._states) - 1),
                 error=None,
@@ -207,13 +223,37 @@ class _Watcher:
                     return train(resume_from_checkpoint=self._resume_from, **more)
 
                 replace_method(this, "train", resuming)
-            elif this.args.save_strategy != "no" and self._few.steps and not self._first:
-                this.add_callback(_save_after(max(1, self._few.steps // 2)))
+                this.add_callback(_calling(lambda *_: self._save_again(this), "on_step_begin"))
+            elif self._few.again:
+                this.add_callback(_calling(_hold_back, "on_step_end", "on_epoch_end"))
+            elif self._few.steps and not self._first:
+                _evaluate_twice(this)
+                act = _acting_after(max(1, self._few.steps // 2), this.args)
+                this.add_callback(_calling(act, "on_step_end"))
 
         def folder(trainer: Any) -> str:
             return str(trainer.args.output_dir)
 
         self.hooks.callback(replace_method(module.Trainer, "__init__", made))
+
+    def _save_again(self, trainer: Any) -> None:
+        """Save, before its first step, what a Trainer has loaded."""
+        if self._loaded_from is None and self._resume_from is not None:
+            self._loaded_from, self._is_saving = Path(self._resume_from), True
+            trainer._save_checkpoint(trainer.model_wrapped, None)
+            self._is_saving = False
+            self._second = Path(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}")
+
+    def _differing(self) -> list[str] | None:
+        """Name the files that differ in the second of two checkpoints, and remove that one."""
+        first, second = self._loaded_from, self._second
+        if first is None or rank() or not second.is_dir():
+            return self._others
+        files = [path.relative_to(first) for path in sorted(first.rglob("*")) if path.is_file()]
+        held = [path for path in files if path.suffix in STATES]
+        self._others = [str(at) for at in held if not _is_same(first / at, second / at)]
+        shutil.rmtree(second)
+        return self._others
 
     # The states
 
@@ -256,21 +296,53 @@ class _Watcher:
     def _state(self) -> State:
         """Return the state of the model; a collective."""
         weights: dict[str, Tensor] = {}
+        adapters: dict[str, torch.Tensor] = {}
         for name, parameter in self._backend.full_parameters():
             if self._states and not parameter.requires_grad:
                 continue
             tensor = self._backend.full_weight(parameter)
             if rank() == 0:
                 weights[name] = described(tensor)
+                if ".lora_" in name:
+                    adapters[name] = tensor.detach().cpu().double()
         moments = [moment.detach() for moment in states_held(self._optimizer)]
         return State(
             weights=weights,
+            merged=dict(self._merged(self._states[0]["weights"] if self._states else {}, adapters)),
             moments=[digest_of([moment]) for moment in moments],
             sizes=[float(torch.linalg.vector_norm(moment.double())) for moment in moments],
+            seed=torch.initial_seed(),
             rate=self._rate,
             batches=self._batches,
             losses=self._losses,
         )
+
+    def _merged(
+        self, base: Mapping[str, Tensor], adapters: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, list[float]]]:
+        """Yield the described numbers of weights with one adapter each, as merging adds it."""
+        modules = dict(innermost(self._model).named_modules())
+        for name, first in adapters.items():
+            prefix, is_first, rest = name.partition(".lora_A.")
+            module, weight = modules.get(prefix), base.get(f"{prefix}.base_layer.weight")
+            second = adapters.get(f"{prefix}.lora_B.{rest}")
+            adapter, is_product, _ = rest.partition(".weight")
+            if not (is_first and is_product and module) or weight is None or second is None:
+                continue
+            transposed = getattr(module, "fan_in_fan_out", False)
+            added = (second @ first) * module.scaling[adapter]
+            added = added.T if transposed else added
+            # DoRA scales the sum, and weights of 4 bits have another shape.
+            if list(added.shape) == weight["shape"] and not module.use_dora.get(adapter):
+                values = zip(weight["values"], _few_of(added), strict=True)
+                yield f"{prefix}.base_layer.weight", [old + new for old, new in values]
+
+
+def _few_of(tensor: torch.Tensor) -> list[float]:
+    """Return a few numbers of a tensor, evenly spaced."""
+    flat = tensor.reshape(-1)
+    places = torch.linspace(0, max(0, flat.numel() - 1), min(VALUES, flat.numel())).long()
+    return flat[places].double().tolist()
 
 
 def described(tensor: torch.Tensor) -> Tensor:
@@ -278,13 +350,11 @@ def described(tensor: torch.Tensor) -> Tensor:
     # A copy: numpy, which the digests need, keeps a storage from being freed by FSDP2.
     held = tensor.detach().cpu().clone()
     dtypes = {held.dtype, *CASTS} if held.is_floating_point() else {held.dtype}
-    flat = held.reshape(-1)
-    places = torch.linspace(0, max(0, flat.numel() - 1), min(VALUES, flat.numel())).long()
     return Tensor(
         shape=list(held.shape),
         dtype=dtype_name(held.dtype),
         digests={dtype_name(dtype): digest_of([held.to(dtype)]) for dtype in dtypes},
-        values=flat[places].double().tolist(),
+        values=_few_of(held),
     )
 
 
@@ -298,22 +368,55 @@ def tensors_by_name(content: Any) -> dict[str, torch.Tensor]:
     return {str(n): one for n, one in content.items() if isinstance(one, torch.Tensor)}
 
 
-def _save_after(step: int) -> Any:
+def _calling(act: Callable[[Any, Any], None], *events: str) -> Any:
+    """Return a callback of a Trainer that calls a function with its state and its control."""
     from transformers import TrainerCallback
 
-    class SaveAfter(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_save |= state.global_step == step
+    callback = TrainerCallback()
+    for event in events:
+        setattr(callback, event, lambda _, state, control, **__: act(state, control))
+    return callback
 
-    return SaveAfter()
+
+def _hold_back(_: Any, control: Any) -> None:
+    control.should_save = control.should_evaluate = False
 
 
-def _line_of_script() -> str:
-    """Return the file and line of the script that is called from."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if "site-packages" not in file and not file.startswith(LIBRARIES):
-            return f"{Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+def _acting_after(step: int, asked: Any) -> Callable[[Any, Any], None]:
+    """Have a Trainer save and evaluate after a step, where it was asked to at any."""
+
+    def act(state: Any, control: Any) -> None:
+        control.should_save |= state.global_step == step and asked.save_strategy != "no"
+        control.should_evaluate |= state.global_step == step and asked.eval_strategy != "no"
+
+    return act
+
+
+def _evaluate_twice(trainer: Any) -> None:
+    """Repeat the first evaluation of a Trainer."""
+    evaluate, seen = trainer.evaluation_loop, []
+
+    def evaluating(*arguments: Any, **options: Any) -> Any:
+        if not seen:
+            seen.append(evaluate(*arguments, **options))
+        return evaluate(*arguments, **options)
+
+    trainer.evaluation_loop = functools.wraps(evaluate)(evaluating)
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Whether two files that this script has written hold the same states."""
+    if not other.is_file() or one.read_bytes() == other.read_bytes():
+        return other.is_file()
+    by_torch = one.suffix not in (".safetensors", ".distcp")
+    return by_torch and _are_equal(*(torch.load(file, weights_only=False) for file in (one, other)))
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_are_equal(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):  # a tuple may come back as a list
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    return repr(one) == repr(other)
