@@ -73,12 +73,12 @@ class Case:
 
     def words_of(self, folder: Path, output: Path, official: Path | None) -> list[str]:
         made = folder / "made"
-        places = {"MADE": str(made), "OUTPUT": str(output)}
+        places = {"MADE": made, "OUTPUT": output, "DATA": made / "examples"}
         if self.command:
             assert official is not None
             script, *flags = self.command
             for place, path in places.items():
-                flags = [flag.replace(place, path) for flag in flags]
+                flags = [flag.replace(place, str(path)) for flag in flags]
             return [str(official / script), *flags]
         rows = ["--model", str(made / "model"), "--data", str(made / f"{self.data}.jsonl")]
         return [str(SCRIPTS / f"{self.name}.py"), *rows, "--output_dir", str(output)]
@@ -142,6 +142,8 @@ def main() -> int:
     results: list[Result] = []
     started = time.monotonic()
     with prepared(arguments.keep) as folder:
+        if arguments.official is not None:
+            make_examples(folder / "made")
         for case in cases:
             result = result_of(case, folder, arguments.official)
             if result is not None:
@@ -158,6 +160,23 @@ def main() -> int:
         arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
     return 1 if any(one.case.source == "sound" and one.of("broken") for one in results) else 0
+
+
+def make_examples(made: Path) -> None:
+    """Write the rows as folders that `load_dataset` takes, with a train and a test part."""
+    for source, name in (
+        *((one, one) for one in ("text", "chat", "preferences", "labelled")),
+        ("prompts", "alpaca"),
+    ):
+        lines = (made / f"{source}.jsonl").read_text("utf-8").splitlines()
+        rows = [json.loads(line) for line in lines]
+        if name == "alpaca":
+            rows = [{"instruction": row["prompt"], "output": row["completion"]} for row in rows]
+        folder = made / "examples" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for part, some in (("train", rows[8:]), ("test", rows[:8])):
+            text = "".join(f"{json.dumps(row)}\n" for row in some)
+            (folder / f"{part}.json").write_text(text, "utf-8")
 
 
 def as_tuples(told: dict[str, Any]) -> dict[str, Any]:
@@ -183,7 +202,7 @@ def result_of(case: Case, folder: Path, official: Path | None) -> Result | None:
             resume_flag=case.resume_flag or None,
             hide_rows=True,
             output=output,
-            timeout=240,
+            timeout=900,
         )
         try:
             command = case.words_of(folder, folder / "saved" / output.name, official)
