@@ -201,6 +201,9 @@ class _Options:
     first_step: int | None = None
     """Step that the script begins with; what it saves is noted where this is passed."""
 
+    again: bool = False
+    """Whether this is the second of two equal runs."""
+
     resume_from: str | None = None
     """Checkpoint from which its Trainer goes on."""
 
@@ -210,6 +213,9 @@ def _options(arguments: list[str]) -> tuple[_Options, list[str]]:
     options = _Options()
     while arguments:
         name, _, value = arguments[0].partition("=")
+        if arguments[0] == "--again":
+            options.again, arguments = True, arguments[1:]
+            continue
         if arguments[0] in ("--shrink", "--shrink=auto"):
             options.shrink = value or "asked"
             arguments = arguments[1:]
@@ -253,6 +259,7 @@ def _made_small(options: _Options, *, rehearsal: bool) -> Iterator[FewSteps | No
     from toolkit.measuring.shrinking import most_parameters, shrinking
 
     few = FewSteps(options.steps)
+    few.again = options.again
     with contextlib.ExitStack() as stack:
         if options.shrink:
             folder = folder_of_launch() / f"small-models-{rank()}"

@@ -20,9 +20,17 @@ from toolkit.certifying.certificate import (
     print_certificate,
     write,
 )
-from toolkit.certifying.checks import AGAINST_ONE, CHECKS, GROUPS, PREPARED, RESUMED, SAVED
+from toolkit.certifying.checks import (
+    AGAINST_ONE,
+    CHECKS,
+    GROUPS,
+    PREPARED,
+    RESUMED,
+    SAVED,
+    TWICE,
+)
 from toolkit.certifying.options import CertifyOptions
-from toolkit.certifying.subject import Check, Subject, worst_first
+from toolkit.certifying.subject import Check, Cut, Subject, worst_first
 from toolkit.comparing.bisect.finding import Bisection, bisect
 from toolkit.comparing.bisect.run_pair import TracedRun
 from toolkit.comparing.run.folders import short_path
@@ -58,6 +66,9 @@ COULD_NOT_RUN: Final = 3
 MANY: Final = "ranks"
 ONE: Final = "one"
 AGAIN: Final = "resumed"
+SECOND: Final = "twice"
+SHORT: Final = ("short", "killed")
+"""Runs from a checkpoint of which one file is short, and of which later ones are missing, too."""
 
 CHECKPOINTS: Final = "checkpoints"
 """Folder for those of a Trainer: the next run of a script may look for one where it wrote them."""
@@ -123,7 +134,7 @@ class _Certifying:
         return any(line.startswith("rehearsal") for line in self.notes)
 
     def run(self) -> int:
-        saving = ["--first_step", "0"] if self.groups & {SAVED, RESUMED} else []
+        saving = ["--first_step", "0"] if self.groups & {SAVED, RESUMED, TWICE} else []
         outcome = self._start(MANY, self.config, self.options.num_processes, saving)
         many = self._observed(self.folder / MANY)
         saves = read_saves(self.folder / MANY)
@@ -138,7 +149,8 @@ class _Certifying:
             print_line(f"The script could not be judged: {reason}", console=self.console)
             return COULD_NOT_RUN
         read_back = self._read_back() if any(one["calls"] for one in saves) else []
-        resumed, failed, no_resume = self._resumed(saves)
+        resumed, failed, no_resume, cuts = self._resumed(saves)
+        twice, no_twice = self._twice() if TWICE in self.groups else ([], "")
         ranks = many[0]["num_processes"]
         one: list[Observation] = []
         bisection, why = None, "there is one rank"
@@ -161,6 +173,9 @@ class _Certifying:
             saves=saves,
             read_back=read_back,
             resumed=resumed,
+            cuts=cuts,
+            twice=twice,
+            no_twice=no_twice,
             resume_failed=failed,
             no_resume=no_resume,
         )
@@ -179,11 +194,19 @@ class _Certifying:
             return None
         return read_as(folder / READ_FILE, AllRead)["found"]
 
-    def _resumed(self, saves: Sequence[Saves]) -> tuple[list[Saves], str, str]:
-        """Run the script from its checkpoint in the middle.
+    def _twice(self) -> tuple[list[Saves], str]:
+        """Run the script again, without what a Trainer evaluates, and say why it failed."""
+        flags = ["--steps", str(min(2, self.options.steps)), "--first_step", "0", "--again"]
+        outcome = self._start(SECOND, self.config, self.options.num_processes, flags)
+        if outcome.status != "ok":
+            return [], f"a second run failed: {outcome.reason}"
+        return read_saves(self.folder / SECOND), "the second run made no step"
+
+    def _resumed(self, saves: Sequence[Saves]) -> tuple[list[Saves], str, str, list[Cut]]:
+        """Run the script from its checkpoint in the middle, and from copies that are cut off.
 
         Returns:
-            What that run noted, why it failed, and why there is none.
+            What the first of these runs noted, why it failed, why there is none, and the others.
         """
         made = {call["path"]: call for call in saves[0]["calls"]} if saves else {}
         made = {p: c for p, c in made.items() if c["is_checkpoint"] and Path(p).is_dir()}
@@ -194,25 +217,37 @@ class _Certifying:
                 folder.mkdir(parents=True)
                 kept[path] = str(shutil.move(path, folder))
         if RESUMED not in self.groups or not made:
-            return [], "", "the script saved no checkpoint in these steps"
+            return [], "", "the script saved no checkpoint in these steps", []
         middle = self.options.steps / 2
         call = min(made.values(), key=lambda call: abs(call["step"] - middle))
         if not 0 < call["step"] < len(saves[0]["states"]) - 1:
-            return [], "", f"its checkpoint is of step {call['step']}, behind which no step is"
+            words = f"its checkpoint is of step {call['step']}, behind which no step is"
+            return [], "", words, []
         if call["weights_only"]:
-            return [], "", "save_only_model: its checkpoints have no state of the optimizer"
-        flags = ["--steps", str(self.options.steps - call["step"])]
-        flags += ["--first_step", str(call["step"])]
-        own: list[str] = []
-        if call["path"] in kept:
-            flags += ["--resume_from", kept[call["path"]]]
-        elif self.options.resume_flag is not None:
-            own = [self.options.resume_flag, call["path"]]
-        else:
-            return [], "", "name the script's flag that takes a checkpoint by --resume_flag"
-        outcome = self._start(AGAIN, self.config, self.options.num_processes, flags, own)
-        reason = "" if outcome.status == "ok" else outcome.reason or outcome.status
-        return read_saves(self.folder / AGAIN), reason, "the resumed run made no step"
+            words = "save_only_model: its checkpoints have no state of the optimizer"
+            return [], "", words, []
+        is_trainers, flag = call["path"] in kept, self.options.resume_flag
+        if not is_trainers and flag is None:
+            words = "name the script's flag that takes a checkpoint by --resume_flag"
+            return [], "", words, []
+
+        def run_from(checkpoint: str, name: str, steps: int) -> tuple[list[Saves], str]:
+            flags = ["--steps", str(steps), "--first_step", str(call["step"])]
+            flags += ["--resume_from", checkpoint] if is_trainers else []
+            own = [] if is_trainers else [flag or "", checkpoint]
+            outcome = self._start(name, self.config, self.options.num_processes, flags, own)
+            reason = "" if outcome.status == "ok" else outcome.reason or outcome.status
+            return read_saves(self.folder / name), reason
+
+        whole = kept.get(call["path"], call["path"])
+        cuts: list[Cut] = []
+        resumed, failed = run_from(whole, AGAIN, self.options.steps - call["step"])
+        for name in SHORT if not failed else ():
+            copied = self.folder / MANY / CHECKPOINTS / name / Path(whole).name
+            words = _cut_off(Path(whole), copied, later_too=name == SHORT[1])
+            made, reason = run_from(str(copied), name, 1)
+            cuts.append(Cut(words=words, reason=reason, saves=made))
+        return resumed, failed, "the resumed run made no step", cuts
 
     def _start(
         self,
@@ -223,7 +258,8 @@ class _Certifying:
         more: Sequence[str] = (),
     ) -> Outcome:
         options = self.options
-        own = ["--steps", str(options.steps), "--observe", str(self.folder / name), *flags]
+        own = ["--observe", str(self.folder / name), *flags]
+        own += [] if "--steps" in flags else ["--steps", str(options.steps)]
         if options.shrink is not False:
             own.append("--shrink" if options.shrink else "--shrink=auto")
         script = [*self.script, *more]
@@ -293,8 +329,8 @@ class _Certifying:
         written = write(certificate, self.folder)
         # Weights, and the tokens of rows: what matters of them stands in the certificate.
         shutil.rmtree(self.folder / MANY / CHECKPOINTS, ignore_errors=True)
-        for name in (MANY, ONE, AGAIN):
-            for pattern in ("*.safetensors", "observed-*", "saves-*", READ_FILE):
+        for name in (MANY, ONE, AGAIN, SECOND, *SHORT):
+            for pattern in ("*.safetensors", "observed-*", "saves-*", "workers-*", READ_FILE):
                 for path in (self.folder / name).glob(pattern):
                     path.unlink()
         print_certificate(certificate, console=self.console)
@@ -306,6 +342,28 @@ class _Certifying:
 def _files(folder: Path) -> list[Path]:
     """Return the observations of a run, one of each rank."""
     return [*folder.glob(observation_file(folder, 0).name.replace("0", "*"))]
+
+
+def _cut_off(checkpoint: Path, copied: Path, *, later_too: bool) -> str:
+    """Copy a checkpoint with its largest file cut to half, and say what is missing.
+
+    Args:
+        checkpoint: A folder.
+        copied: A folder that is not there yet.
+        later_too: Whether to leave out what was written after that file, as a kill does.
+    """
+    shutil.copytree(checkpoint, copied)
+    files = [path for path in copied.rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    short = f"{largest.relative_to(copied)} cut to half"
+    if not later_too:
+        return short
+    written = (checkpoint / largest.relative_to(copied)).stat().st_mtime_ns
+    later = [path for path in files if path.stat().st_mtime_ns > written and path != largest]
+    for path in later:
+        path.unlink()
+    return f"{short} and the {len(later)} files after it missing"
 
 
 def _refuse_overwriting(script: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ from typing import Final
 from toolkit.certifying import (
     against_one,
     read_rows,
+    repeated,
     resumed,
     rules,
     saved,
@@ -24,10 +25,11 @@ ONE: Final = "One against N"
 LOG: Final = "Schedule and log"
 SAVED: Final = "Saved"
 RESUMED: Final = "Resumed"
+TWICE: Final = "Evaluated and repeated"
 
 GROUPS: Final = {
     **{"rules": READ, "tokens": TOKENS, "parameters": PARAMETERS, "rows": ROWS},
-    **{"one": ONE, "log": LOG, "saved": SAVED, "resumed": RESUMED},
+    **{"one": ONE, "log": LOG, "saved": SAVED, "resumed": RESUMED, "repeated": TWICE},
 }
 """By the names that --only takes."""
 
@@ -76,4 +78,10 @@ CHECKS: Final = (
     Check(name="resumes", group=RESUMED, judge=resumed.resumes),
     Check(name="state that is loaded", group=RESUMED, judge=resumed.loaded),
     Check(name="steps after it", group=RESUMED, judge=resumed.goes_on),
+    Check(name="second save", group=RESUMED, judge=resumed.second_save),
+    Check(name="cut-off checkpoints", group=RESUMED, judge=resumed.cut_off),
+    Check(name="trace of an evaluation", group=TWICE, judge=repeated.leaves_no_trace),
+    Check(name="value of an evaluation", group=TWICE, judge=repeated.gives_the_same),
+    Check(name="held-out rows", group=TWICE, judge=repeated.is_held_out),
+    Check(name="twice the same", group=TWICE, judge=repeated.twice_the_same),
 )

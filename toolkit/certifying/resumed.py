@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Final
 
 from toolkit.certifying.subject import Finding, Subject, broken, holds, not_judged
-from toolkit.records.saves import State, Tensor
+from toolkit.records.saves import Saves, State, Tensor
+
+Pair = tuple[int, int, State, State]
 
 ROUNDING: Final = 1e-6
 """Relative difference of rates and norms that were stored and read back."""
@@ -34,22 +36,23 @@ def resumes(subject: Subject) -> Finding:
     return holds(f"{len(states) - 1} steps from the checkpoint of step {first}")
 
 
-def _pairs(subject: Subject) -> Iterator[tuple[int, int, State, State]]:
-    """Yield step, rank, the state of the run that went on, and that of the resumed one."""
-    of_rank = {one["rank"]: one for one in subject.saves}
-    for theirs in subject.resumed:
+def pairs(first_run: Sequence[Saves], other: Sequence[Saves]) -> Iterator[Pair]:
+    """Yield step, rank, the state of the first run, and that of another or a resumed one."""
+    of_rank = {one["rank"]: one for one in first_run}
+    for theirs in other:
         ours, first = of_rank[theirs["rank"]], theirs["first"]
-        pairs = zip(ours["states"][first:], theirs["states"], strict=False)
-        for step, (before, after) in enumerate(pairs, first):
+        states = zip(ours["states"][first:], theirs["states"], strict=False)
+        for step, (before, after) in enumerate(states, first):
             yield step, ours["rank"], before, after
 
 
 def loaded(subject: Subject) -> Finding:
     """Find weights and moments that are not those of the checkpoint's step."""
-    pairs = [pair for pair in _pairs(subject) if pair[0] == subject.resumed[0]["first"]]
-    if not pairs:
+    every = pairs(subject.saves, subject.resumed)
+    found = [pair for pair in every if pair[0] == subject.resumed[0]["first"]]
+    if not found:
         return not_judged(subject.no_resume)
-    for step, rank, ours, theirs in pairs:
+    for step, rank, ours, theirs in found:
         initial = subject.saves[0]["states"][0]["weights"]
         known = initial | ours["weights"]
         weights = theirs["weights"].items()
@@ -70,14 +73,14 @@ def loaded(subject: Subject) -> Finding:
                 f"{words}{'' if theirs['sizes'] else '; it begins anew'}",
                 ADVICE,
             )
-    return holds(f"weights and moments are those of step {pairs[0][0]}")
+    return holds(f"weights and moments are those of step {found[0][0]}")
 
 
 def _is_close(ours: float, theirs: float) -> bool:
     return math.isclose(ours, theirs, rel_tol=ROUNDING, abs_tol=1e-12)
 
 
-def _distance(ours: Tensor, theirs: Tensor, start: Tensor) -> float:
+def distance(ours: Tensor, theirs: Tensor, start: Tensor) -> float:
     """Return how far two tensors are from each other, relative to the second's update."""
     if ours["digests"] == theirs["digests"]:
         return 0.0
@@ -89,8 +92,9 @@ def _distance(ours: Tensor, theirs: Tensor, start: Tensor) -> float:
 
 def goes_on(subject: Subject) -> Finding:
     """Find the first difference of the steps after a checkpoint."""
+    every = pairs(subject.saves, subject.resumed)
     after = sorted(
-        (pair for pair in _pairs(subject) if pair[0] > subject.resumed[0]["first"]),
+        (pair for pair in every if pair[0] > subject.resumed[0]["first"]),
         key=lambda pair: pair[:2],
     )
     if not after:
@@ -99,7 +103,7 @@ def goes_on(subject: Subject) -> Finding:
     for step, rank, ours, theirs in after:
         start = known[0]["weights"] | known[step - 1]["weights"]
         gaps = {
-            name: _distance(tensor, ours["weights"][name], start[name])
+            name: distance(tensor, ours["weights"][name], start[name])
             for name, tensor in theirs["weights"].items()
         }
         worst = max(gaps, key=lambda name: gaps[name], default="")
@@ -119,3 +123,39 @@ def goes_on(subject: Subject) -> Finding:
         f"rows, rates, losses and weights of steps {after[0][0]} to {after[-1][0]} are those of "
         "the run that went on"
     )
+
+
+def second_save(subject: Subject) -> Finding:
+    """Find files that change when a checkpoint is saved right after it was loaded."""
+    made = next((one["second"] for one in subject.resumed if one["second"] is not None), None)
+    if made is None:
+        words = "the script loads its checkpoint by other calls than load_state or a Trainer's"
+        return not_judged(words if subject.resumed else subject.no_resume)
+    if made:
+        return broken(
+            f"saved again right after it was loaded, {len(made)} files are others, the first is "
+            f"{made[0]}",
+            "What they hold is not restored: a run that is ended twice goes on from a wrong place",
+        )
+    return holds("saved again right after it was loaded, it has the same states in its files")
+
+
+def cut_off(subject: Subject) -> Finding:
+    """Find a run that trains on from a checkpoint of which a part is missing."""
+    if not subject.cuts:
+        return not_judged(subject.no_resume)
+    initial = subject.saves[0]["states"][0]["weights"]
+    said: list[str] = []
+    for cut in subject.cuts:
+        states = next((one["states"] for one in cut.saves if one["rank"] == 0), [])
+        if len(states) < 2:
+            said.append(f"{cut.words}: refused, {cut.reason.partition('. ')[0] or 'no step made'}")
+        elif all(t["digests"] == initial[n]["digests"] for n, t in states[0]["weights"].items()):
+            said.append(f"{cut.words}: passed over, the training begins anew")
+        else:
+            return broken(
+                f"{cut.words}: the run trains on from it in silence",
+                "Write a mark when a checkpoint is whole, and refuse one without it; load every "
+                "file of it, or none",
+            )
+    return holds("; ".join(said))

@@ -57,6 +57,19 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A run from a checkpoint that was cut off."""
+
+    words: str
+    """What is missing of it."""
+
+    reason: str
+    """Why the run did not end; empty where it did."""
+
+    saves: Sequence[Saves]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     """The runs of one script."""
 
@@ -97,6 +110,13 @@ class Subject:
     resumed: Sequence[Saves] = ()
     """The same of a run from a checkpoint; empty where there is none."""
 
+    cuts: Sequence[Cut] = ()
+    """Runs from copies of that checkpoint that lack a part."""
+
+    twice: Sequence[Saves] = ()
+    """Of a second run, without what a Trainer evaluates; empty where there is none."""
+
+    no_twice: str = "there is no second run"
     no_resume: str = "nothing was resumed"
     resume_failed: str = ""
     """Why that run did not end."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -21,6 +23,7 @@ from torch.utils.data import DataLoader
 from toolkit.engines.backend import backend_of
 from toolkit.engines.hooks import Undo, nothing, replace_method
 from toolkit.launching.ranks import local_rank, say
+from toolkit.search_path import ROOT
 
 IDLE: Final = 30
 """Steps without an effect, and passes over loaders, after which a script is cut."""
@@ -36,6 +39,9 @@ SWITCHES: Final = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "SWANLAB_
 """Variables by which trackers are told to do nothing."""
 
 
+LIBRARIES: Final = (sysconfig.get_paths()["stdlib"], str(Path(ROOT, "toolkit")), "<")
+
+
 class FewSteps:
     """Counts the optimizer steps of a script, and tells when there have been enough.
 
@@ -47,6 +53,9 @@ class FewSteps:
         most_tokens: Returns the most tokens of a micro-batch, rows times columns; None: any number.
         pass_begins: Called with a loader and the first batch of each pass over it.
         before_steps: Gets the prepared model and its optimizer, before any step is counted.
+        again: Whether this is the second of two equal runs: what the script does not seed begins
+            with other random numbers, and a Trainer does not evaluate.
+        places: Lines of the script, by what they made or called.
         hooks: What undoes the changes to libraries.
     """
 
@@ -56,6 +65,8 @@ class FewSteps:
         self.most_tokens: Callable[[], int | None] = lambda: None
         self.pass_begins: Callable[[Any, Any], object] = lambda loader, batch: None
         self.before_steps: Callable[[Any, Any], object] = lambda model, optimizer: None
+        self.again = False
+        self.places: dict[str, str] = {}
         self.hooks = ExitStack()
         self._said: set[str] = set()
         self._idle = 0
@@ -84,6 +95,11 @@ class FewSteps:
             backend_of(model).watch_step(optimizer, before=lambda: None, after=self._stepped)
             self.hooks.callback(_stop_trainer(self))
 
+    def place(self, name: str) -> None:
+        """Note the line of the script that is called from, once for each name."""
+        if name not in self.places and (line := line_of_script()):
+            self.places[name] = line
+
     def went_on(self) -> None:
         """Count one more step or pass after the last step.
 
@@ -108,6 +124,17 @@ class FewSteps:
 
     def _stepped(self) -> None:
         self.taken += not self.is_done
+
+
+def line_of_script() -> str:
+    """Return the file and line of the script that is called from; empty where none is."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "site-packages" not in file and not file.startswith(LIBRARIES):
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 @contextmanager

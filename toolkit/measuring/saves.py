@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -28,16 +27,18 @@ from toolkit.engines.wrappers import innermost
 from toolkit.errors import sentence_of
 from toolkit.launching.ranks import rank
 from toolkit.measuring.evidence import digest_of
-from toolkit.measuring.few_steps import FewSteps
+from toolkit.measuring.few_steps import FewSteps, line_of_script
 from toolkit.measuring.stepped import rates_of
 from toolkit.records.json_files import SCHEMA, write_json
 from toolkit.records.saves import Call, Saves, State, Tensor, saves_file
-from toolkit.search_path import ROOT
 
 CASTS: Final = (torch.float32, torch.bfloat16, torch.float16)
 VALUES: Final = 64
 
-LIBRARIES: Final = (sysconfig.get_paths()["stdlib"], str(Path(ROOT, "toolkit")), "<")
+SECOND: Final = "second"
+"""Folder of a checkpoint that is saved right after one was loaded."""
+
+STATES: Final = (".safetensors", ".bin", ".pt", ".pth", ".pkl", ".distcp")
 
 
 @contextmanager
@@ -77,6 +78,8 @@ class _Watcher:
         self._batches: list[int] = []
         self._losses: list[float] = []
         self._rate: float | None = None
+        self._loaded_from: Path | None = None
+        self._second = folder / SECOND
 
     def __deepcopy__(self, _: Any) -> Any:
         return self  # a script may copy a model with its hooks
@@ -96,6 +99,7 @@ class _Watcher:
             calls=self._calls,
             states=self._states,
             tied=tied,
+            second=self._differing(),
         )
         write_json(saves_file(self._folder, rank()), content)
 
@@ -113,6 +117,18 @@ class _Watcher:
         self._watch(Accelerator, "save", "f", tensors="obj")
         self._watch(torch, "save", "f", tensors="obj")
         self._watch(safetensors.torch, "save_file", "filename", tensors="tensors")
+        load = Accelerator.load_state
+
+        @functools.wraps(load)
+        def loading(this: Any, input_dir: Any = None, *arguments: Any, **options: Any) -> None:
+            load(this, input_dir, *arguments, **options)
+            if self._first and input_dir is not None and self._loaded_from is None:
+                self._loaded_from = Path(input_dir)
+                self._is_saving = True  # by us
+                this.save_state(str(self._folder / SECOND))
+                self._is_saving = False
+
+        self.hooks.callback(replace_method(Accelerator, "load_state", loading))
         finish = TrainingArguments.__post_init__
 
         def post_init(this: Any) -> None:
@@ -153,7 +169,7 @@ class _Watcher:
             path = place(given) if callable(place) else given.get(place)
             call = Call(
                 name=f"{shown}.{name}",
-                where=_line_of_script(),
+                where=line_of_script(),
                 path="",
                 step=max(0, len(self._states) - 1),
                 error=None,
@@ -207,13 +223,35 @@ class _Watcher:
                     return train(resume_from_checkpoint=self._resume_from, **more)
 
                 replace_method(this, "train", resuming)
-            elif this.args.save_strategy != "no" and self._few.steps and not self._first:
-                this.add_callback(_save_after(max(1, self._few.steps // 2)))
+                this.add_callback(_calling(lambda *_: self._save_again(this), "on_step_begin"))
+            elif self._few.again:
+                this.add_callback(_calling(_hold_back, "on_step_end", "on_epoch_end"))
+            elif self._few.steps and not self._first:
+                _evaluate_twice(this)
+                act = _acting_after(max(1, self._few.steps // 2), this.args)
+                this.add_callback(_calling(act, "on_step_end"))
 
         def folder(trainer: Any) -> str:
             return str(trainer.args.output_dir)
 
         self.hooks.callback(replace_method(module.Trainer, "__init__", made))
+
+    def _save_again(self, trainer: Any) -> None:
+        """Save, before its first step, what a Trainer has loaded."""
+        if self._loaded_from is None and self._resume_from is not None:
+            self._loaded_from, self._is_saving = Path(self._resume_from), True
+            trainer._save_checkpoint(trainer.model_wrapped, None)
+            self._is_saving = False
+            self._second = Path(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}")
+
+    def _differing(self) -> list[str] | None:
+        """Name the files that differ in the second of two checkpoints."""
+        first, second = self._loaded_from, self._second
+        if first is None or rank() or not second.is_dir():
+            return None
+        files = [path.relative_to(first) for path in sorted(first.rglob("*")) if path.is_file()]
+        held = [path for path in files if path.suffix in STATES]
+        return [str(path) for path in held if not _is_same(first / path, second / path)]
 
     # The states
 
@@ -267,6 +305,7 @@ class _Watcher:
             weights=weights,
             moments=[digest_of([moment]) for moment in moments],
             sizes=[float(torch.linalg.vector_norm(moment.double())) for moment in moments],
+            seed=torch.initial_seed(),
             rate=self._rate,
             batches=self._batches,
             losses=self._losses,
@@ -298,22 +337,41 @@ def tensors_by_name(content: Any) -> dict[str, torch.Tensor]:
     return {str(n): one for n, one in content.items() if isinstance(one, torch.Tensor)}
 
 
-def _save_after(step: int) -> Any:
+def _calling(act: Callable[[Any, Any], None], *events: str) -> Any:
+    """Return a callback of a Trainer that calls a function with its state and its control."""
     from transformers import TrainerCallback
 
-    class SaveAfter(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_save |= state.global_step == step
+    callback = TrainerCallback()
+    for event in events:
+        setattr(callback, event, lambda _, state, control, **__: act(state, control))
+    return callback
 
-    return SaveAfter()
+
+def _hold_back(_: Any, control: Any) -> None:
+    control.should_save = control.should_evaluate = False
 
 
-def _line_of_script() -> str:
-    """Return the file and line of the script that is called from."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if "site-packages" not in file and not file.startswith(LIBRARIES):
-            return f"{Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+def _acting_after(step: int, asked: Any) -> Callable[[Any, Any], None]:
+    """Have a Trainer save and evaluate after a step, where it was asked to at any."""
+
+    def act(state: Any, control: Any) -> None:
+        control.should_save |= state.global_step == step and asked.save_strategy != "no"
+        control.should_evaluate |= state.global_step == step and asked.eval_strategy != "no"
+
+    return act
+
+
+def _evaluate_twice(trainer: Any) -> None:
+    """Repeat the first evaluation of a Trainer."""
+    evaluate, seen = trainer.evaluation_loop, []
+
+    def evaluating(*arguments: Any, **options: Any) -> Any:
+        if not seen:
+            seen.append(evaluate(*arguments, **options))
+        return evaluate(*arguments, **options)
+
+    trainer.evaluation_loop = functools.wraps(evaluate)(evaluating)
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    return other.is_file() and one.read_bytes() == other.read_bytes()

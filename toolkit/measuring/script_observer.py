@@ -6,29 +6,34 @@ the optimizer's own step, where all ranks are.
 
 from __future__ import annotations
 
+import functools
+import json
+import random
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Final, TypeGuard
 
 import numpy as np
 import torch
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from toolkit.engines.backend import backend_of
-from toolkit.engines.hooks import replace_method
+from toolkit.engines.hooks import Undo, replace_method
 from toolkit.engines.optimizers import optimizer_of
-from toolkit.engines.tensors import elements_of, held_part, named_parameters
+from toolkit.engines.tensors import elements_of, named_parameters
 from toolkit.engines.wrapped import world_size
 from toolkit.engines.wrappers import innermost
 from toolkit.launching.ranks import rank
 from toolkit.measuring.attestation import gather_objects
+from toolkit.measuring.evaluations import Evaluations, sums
 from toolkit.measuring.evidence import EvidenceKeeper
 from toolkit.measuring.few_steps import FewSteps
-from toolkit.measuring.replica_checks import checksum
 from toolkit.measuring.stepped import rates_of
 from toolkit.records.json_files import SCHEMA, write_json
 from toolkit.records.observation import (
@@ -47,6 +52,15 @@ MOST_FORWARDS: Final = 2_000
 
 ORDER: Final = 1234
 """Seed of the order of rows that a loader shuffles without one."""
+
+AGAIN: Final = 1_000
+"""Added to the seed of the second of two equal runs."""
+
+WORKERS: Final = "workers-"
+"""Beginning of the names of files that the workers of loaders write."""
+
+EXAMINED: Final = 512
+"""Rows of the data set that trains with which the evaluated ones are compared."""
 
 ANSWER: Final = "certain"
 """Content of a turn by which the end of a turn is found in what the template writes."""
@@ -99,12 +113,24 @@ class ScriptObserver:
         seed would differ.
         """
         np.random.seed()
-        torch.manual_seed(ORDER + rank())
+        seed = ORDER + AGAIN * self._few.again
+        torch.manual_seed(seed + rank())
         from accelerate import Accelerator
         from accelerate.scheduler import AcceleratedScheduler
         from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
         self._few.pass_begins = self._pass_begins
+        for place, owner, name in (
+            ("optimizer", Optimizer, "__init__"),
+            ("loader", DataLoader, "__init__"),
+            ("schedule", LRScheduler, "__init__"),
+            ("prepare", Accelerator, "prepare"),
+            ("backward", Accelerator, "backward"),
+            ("clip", Accelerator, "clip_grad_norm_"),
+            ("load", Accelerator, "load_state"),
+        ):
+            self._hooks.callback(self._note_place(place, owner, name))
+        self._hooks.callback(_watch_workers(self._folder))
         resize = PreTrainedModel.resize_token_embeddings
 
         def resized(model: Any, *arguments: Any, **options: Any) -> Any:
@@ -130,7 +156,7 @@ class ScriptObserver:
         prepare = Accelerator.prepare_data_loader
 
         def prepare_data_loader(accelerator: Any, loader: Any, *rest: Any, **options: Any) -> Any:
-            _seed(getattr(loader, "sampler", None))
+            _seed(getattr(loader, "sampler", None), seed)
             made = prepare(accelerator, loader, *rest, **options)
             if self._draws is None and self._data is None:
                 self._data = _rows_of_data(getattr(loader, "dataset", None))
@@ -140,6 +166,16 @@ class ScriptObserver:
         self._hooks.callback(
             replace_method(Accelerator, "prepare_data_loader", prepare_data_loader)
         )
+
+    def _note_place(self, place: str, owner: Any, name: str) -> Undo:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def noting(*arguments: Any, **options: Any) -> Any:
+            self._few.place(place)
+            return original(*arguments, **options)
+
+        return replace_method(owner, name, noting)
 
     def before_prepare(self, models: Iterable[torch.nn.Module]) -> None:
         """Switch dropout off, which no two runs would draw alike."""
@@ -157,7 +193,7 @@ class ScriptObserver:
     def prepared(self, model: Any, optimizer: Any) -> None:
         """Watch a prepared model and its optimizer from now on."""
         self._model, self._optimizer, self._ranks = model, optimizer, world_size()
-        self._sums = dict(_sums(model))
+        self._sums, self._evaluations = dict(sums(model)), Evaluations(model)
         inner = innermost(model)
         hook = inner.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         self._hooks.callback(hook.remove)
@@ -185,7 +221,7 @@ class ScriptObserver:
         self.keeper.close()
         if self._model is None:
             return
-        now = dict(_sums(self._model))
+        now = dict(sums(self._model))
         self._folder.mkdir(parents=True, exist_ok=True)
         content = Observation(
             schema=SCHEMA,
@@ -216,6 +252,10 @@ class ScriptObserver:
             evaluating=self._evaluating,
             dropout=self._dropout,
             leak=self._leak,
+            evaluations=self._evaluations.seen(),
+            trained_rows=self._trained_rows(),
+            workers=_drawn_by_workers(self._folder),
+            places=self._few.places,
             draws=self._draws,
             data=self._data,
         )
@@ -224,6 +264,8 @@ class ScriptObserver:
     # In the steps
 
     def _pass_begins(self, loader: Any, batch: Any) -> None:
+        if self._model is not None:
+            self._evaluations.pass_begins(loader)
         inputs = batch if hasattr(batch, "get") else {}
         tokens = inputs.get("input_ids")
         if _is_batch(tokens) and len(self._passes) < ROWS_OF_DATA:
@@ -242,6 +284,9 @@ class ScriptObserver:
         tokens = inputs.get("input_ids")
         if tokens is None and arguments and isinstance(arguments[0], torch.Tensor):
             tokens = arguments[0]
+        if torch.is_grad_enabled():
+            self._few.place("forward")
+            self._evaluations.trains(module)
         if self._few.is_done or not torch.is_grad_enabled() or not _is_batch(tokens):
             return
         self._evaluating += not module.training
@@ -262,9 +307,22 @@ class ScriptObserver:
                 )
             )
 
-    def _after_forward(self, module: Any, _: Any, inputs: dict[str, Any], output: Any) -> None:
+    def _after_forward(
+        self, module: Any, arguments: Any, inputs: dict[str, Any], output: Any
+    ) -> None:
         if torch.is_grad_enabled():
             self.keeper.micro_batch(None, inputs.get("labels"))
+            return
+        tokens = inputs.get("input_ids", arguments[0] if arguments else None)
+        if _is_batch(tokens) and inputs.get("past_key_values") is None:
+            loss, logits = (getattr(output, name, None) for name in ("loss", "logits"))
+            value = loss if loss is not None or logits is None else logits.float().sum()
+            self._few.place("evaluation")
+            self._evaluations.evaluates(
+                module,
+                list(_hashes(tokens, _mask_of(inputs, tokens))),
+                None if value is None else float(value),
+            )
 
     def _begins(self) -> None:
         if not self._few.is_done:
@@ -275,6 +333,7 @@ class ScriptObserver:
     def _stepped(self) -> None:
         if not self._few.is_done:
             self._steps += 1
+            self._evaluations.stepped()
             if self._steps == self._few.steps and all(gather_objects(self._packed is not None)):
                 self._leak = self._leaked()
             self.keeper.step_done(within_step=True)
@@ -298,6 +357,18 @@ class ScriptObserver:
         return float((after - before).norm() / before.norm().clamp_min(1e-12))
 
     # At the end
+
+    def _trained_rows(self) -> list[int]:
+        """Return hashes of the first rows that can train, each as the loader collates it alone."""
+        found: list[int] = []
+        loader = self._evaluations.of_training
+        if rank() == 0 and self._evaluations.all:
+            with suppress(Exception):  # a stream, or code of the script's own
+                for at in range(min(EXAMINED, len(loader.dataset))):
+                    inputs = loader.collate_fn([loader.dataset[at]])
+                    tokens = inputs["input_ids"]
+                    found += _hashes(tokens, _mask_of(inputs, tokens))
+        return found
 
     def _special_tokens(self) -> Tokens:
         tokenizer = self._tokenizers[-1] if self._tokenizers else None
@@ -328,11 +399,13 @@ class ScriptObserver:
         )
 
 
-def _seed(sampler: Any) -> None:
+def _seed(sampler: Any, seed: int) -> None:
     """Give a sampler an order of its own: one process has drawn other numbers before than ranks."""
     if isinstance(sampler, RandomSampler) and sampler.generator is None:
         sampler.generator = torch.Generator()
-        sampler.generator.manual_seed(ORDER)
+        # That of torch stands where the script has set none: in a second run the order is another.
+        own = torch.initial_seed() != seed + rank()
+        sampler.generator.manual_seed(ORDER if own else seed)
 
 
 def _has_own_step(kind: type[Any], Trainer: type[Any]) -> bool:
@@ -367,14 +440,6 @@ def _hashes(tokens: torch.Tensor, mask: torch.Tensor | None) -> Iterator[int]:
     for at, row in enumerate(tokens):
         held = row if mask is None else row[mask[at].bool()]
         yield zlib.crc32(held.contiguous().cpu().numpy().tobytes())
-
-
-def _sums(model: Any) -> Iterator[tuple[str, int]]:
-    """Yield a sum over the bits of this rank's part of each parameter."""
-    for name, parameter in named_parameters(model):
-        held = held_part(parameter)
-        if type(held) in (torch.Tensor, torch.nn.Parameter) and held.numel():
-            yield name, checksum(held.detach())
 
 
 def _rows_of_data(data: Any) -> list[int] | None:
@@ -414,6 +479,41 @@ def _watch_draws(loader: Any) -> list[int] | None:
 
     replace_method(type(inner), "__iter__", drawing)
     return draws
+
+
+class _Drawing:
+    """What a worker of a loader calls first: notes the random states that it begins with."""
+
+    def __init__(self, begin: Callable[[int], object] | None, name: Path) -> None:
+        self.begin, self.name, self.number = begin, name, 0
+
+    def __call__(self, worker: int) -> None:
+        if self.begin is not None:
+            self.begin(worker)
+        states = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state())
+        drawn = [zlib.crc32(repr(state).encode()) for state in states]
+        path = self.name.with_name(f"{self.name.name}{self.number}-{worker}.json")
+        path.write_text(json.dumps([self.number, worker, *drawn]), "utf-8")
+
+
+def _watch_workers(folder: Path) -> Undo:
+    load, number = DataLoader.__iter__, count()
+
+    def iterating(loader: Any) -> Any:
+        if loader.num_workers and not isinstance(loader.worker_init_fn, _Drawing):
+            folder.mkdir(parents=True, exist_ok=True)
+            name = folder / f"{WORKERS}{rank()}-"
+            loader.worker_init_fn = _Drawing(loader.worker_init_fn, name)
+        if loader.num_workers:
+            loader.worker_init_fn.number = next(number)
+        return load(loader)
+
+    return replace_method(DataLoader, "__iter__", iterating)
+
+
+def _drawn_by_workers(folder: Path) -> list[list[int]]:
+    files = folder.glob(f"{WORKERS}{rank()}-*.json")
+    return sorted(json.loads(path.read_text("utf-8")) for path in files)
 
 
 def _plain(logs: dict[str, Any]) -> dict[str, Any]:

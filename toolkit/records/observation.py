@@ -62,6 +62,34 @@ class Parameter(TypedDict):
     """Whether the steps changed this rank's part; null where it holds none."""
 
 
+class Evaluation(TypedDict):
+    """The forwards without gradients between two that trained."""
+
+    step: int
+    """Optimizer steps before it."""
+
+    rows: list[list[int]]
+    """A hash of each unpadded row by forward, of the first ones."""
+
+    weights: list[int]
+    """A sum over this rank's part of the model, at each of these forwards."""
+
+    values: list[float | None]
+    """The loss of each, or the sum of its logits; null where the model gave neither."""
+
+    training_mode: int
+    """Forwards in training mode."""
+
+    is_followed: bool
+    """Whether a forward that trains came after it, and a step before."""
+
+    changed: list[str]
+    """What was then other than the last step had left it: weights, buffers, the mode."""
+
+    random: list[int]
+    """A hash of torch's random state at the forwards that trained before and after."""
+
+
 class Observation(TypedDict):
     schema: int
     rank: int
@@ -108,6 +136,18 @@ class Observation(TypedDict):
     leak: float | None
     """How far the logits of a text moved, relative to their norm, when the text in front of it in a
     packed row was changed; null where no rank, or not every rank, had such a row."""
+
+    evaluations: list[Evaluation]
+    trained_rows: list[int]
+    """A hash of each of the first rows of the data set that trains, rank 0 alone; empty where
+    nothing was evaluated."""
+
+    workers: list[list[int]]
+    """Of each worker of the loaders: the pass, its number, and a hash of the random states that it
+    began with."""
+
+    places: dict[str, str]
+    """Lines of the script, by what they made or called."""
 
     draws: list[int] | None
     """Hash of each of the first batches that the prepared loader draws for all ranks; null where it

@@ -36,6 +36,9 @@ class State(TypedDict):
     sizes: list[float]
     """Their norms."""
 
+    seed: int
+    """That torch's random numbers began with."""
+
     rate: float | None
     """Learning rate of the step that led here."""
 
@@ -77,6 +80,10 @@ class Saves(TypedDict):
     states: list[State]
     tied: dict[str, str]
     """Other names of parameters, each with its first one."""
+
+    second: list[str] | None
+    """Files that are others in a checkpoint that was saved right after one was loaded; null where
+    none was."""
 
 
 class ReadBack(TypedDict):
