@@ -36,6 +36,7 @@ class Evaluations:
         self.all: list[Evaluation] = []
         self.loader: Any = None
         self.of_training: Any = None
+        self._of_evaluation: Any = None
         self._model = model
         self._steps = 0
         self._left: dict[str, int] = {}
@@ -71,12 +72,16 @@ class Evaluations:
                 last |= {"changed": sorted(changed) + mode, "is_followed": True}
                 last["random"].append(now)
         self._is_open = self._has_stepped = False
-        self._was_training, self._random, self.of_training = module.training, now, self.loader
+        self._was_training, self._random = module.training, now
+        if self.loader is not self._of_evaluation:  # else its pass has ended, and no other begun
+            self.of_training = self.loader
 
     def evaluates(self, module: torch.nn.Module, rows: list[int], value: float | None) -> None:
         """Note a forward without gradients, if it is an evaluation's."""
         if module.training and self.loader is self.of_training:
             return
+        if self.loader is not self.of_training:
+            self._of_evaluation = self.loader
         if not self._is_open:
             self._is_open, self._pass_of_sum = True, -1
             self.all.append(
