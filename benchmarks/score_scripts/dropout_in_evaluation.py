@@ -5,19 +5,14 @@ from common import arguments, encoded, load, padded
 from transformers import Trainer, TrainingArguments
 
 
-class Dropping(torch.nn.Module):
-    def __init__(self, inner, rate=0.2):
-        super().__init__()
-        self.inner, self.rate = inner, rate
-
-    def forward(self, hidden):
-        return torch.nn.functional.dropout(self.inner(hidden), self.rate)
+def drop(module, inputs, hidden):
+    return torch.nn.functional.dropout(hidden, 0.2)
 
 
 args = arguments()
 tokenizer, model = load(args)
 for layer in model.model.layers:
-    layer.mlp = Dropping(layer.mlp)
+    layer.mlp.register_forward_hook(drop)
 rows = encoded(args, tokenizer)
 trainer = Trainer(
     model,

@@ -1,4 +1,4 @@
-"""Train in a loop that saves its state after each second step, and goes on from such a state."""
+"""Train in a loop that saves its state after each step, and goes on from such a state."""
 
 import torch
 from accelerate import Accelerator
@@ -11,7 +11,7 @@ accelerator = Accelerator()
 set_seed(0)
 tokenizer, model = load(args)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-rows = encoded(args, tokenizer)
+rows = encoded(args, tokenizer)[:16]
 loader = DataLoader(rows, batch_size=4, shuffle=True, collate_fn=padded(tokenizer))
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 done = 0
@@ -20,12 +20,13 @@ if args.resume:
     done = int(args.resume.rstrip("/").rsplit("-", 1)[1])
 
 model.train()
-for step, batch in enumerate(loader, start=1):
-    if step <= done:
-        continue
-    loss = model(**batch).loss
-    accelerator.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    if step % 2 == 0:
+for epoch in range(done // len(loader), 3):
+    for at, batch in enumerate(loader, start=1):
+        step = epoch * len(loader) + at
+        if step <= done:
+            continue
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
         accelerator.save_state(f"{args.output_dir}/step-{step}")

@@ -74,9 +74,7 @@ def train_by_trainer():
         disable_tqdm=True,
     )
     callbacks = [Rounding()] if fault == "rounds_its_weights" else []
-    Own(
-        model, arguments, train_dataset=rows, eval_dataset=held_out, callbacks=callbacks
-    ).train()
+    Own(model, arguments, train_dataset=rows, eval_dataset=held_out, callbacks=callbacks).train()
 
 
 def by_chance(batch):
