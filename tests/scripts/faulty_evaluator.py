@@ -57,7 +57,7 @@ class Rounding(TrainerCallback):
 class Own(Trainer):
     def log(self, logs, *rest):
         if fault == "logs_another_loss" and "eval_loss" in logs:
-            logs["eval_loss"] = 0.5 * logs["eval_loss"]
+            logs["eval_loss"] = 0.9 * logs["eval_loss"]
         super().log(logs, *rest)
 
 
@@ -118,7 +118,7 @@ def train_by_loop():
         if fault != "stays_in_evaluation_mode":
             trained.train()
 
-    for epoch in range(2):
+    for _ in range(4):
         for step, batch in enumerate(loader):
             loss = trained(**batch).loss
             if fault == "noise_of_its_own":

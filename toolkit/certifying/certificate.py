@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
+from toolkit.certifying.checks import PLACES
 from toolkit.certifying.subject import ANSWERS, Answer, Check, Finding, Subject, worst_first
 from toolkit.files import write_text
 from toolkit.records.json_files import write_json
@@ -30,6 +31,8 @@ class Judged(TypedDict):
     answer: Answer
     words: str
     advice: str
+    where: str
+    """File and line of the script that made or called what is broken; empty where not known."""
 
 
 class Certificate(TypedDict):
@@ -54,8 +57,16 @@ class Certificate(TypedDict):
     environment: dict[str, Any]
 
 
-def judged(found: Sequence[tuple[Check, Finding]]) -> list[Judged]:
+def judged(found: Sequence[tuple[Check, Finding]], subject: Subject) -> list[Judged]:
     """Return the findings as they stand in the file."""
+    places = subject.many[0]["places"] if subject.many else {}
+
+    def where(check: Check, finding: Finding) -> str:
+        place = check.place or PLACES.get(check.group)
+        if finding.answer != "broken" or finding.where or place is None:
+            return finding.where
+        return places.get(place) or places.get("prepare", "")
+
     return [
         Judged(
             group=check.group,
@@ -63,6 +74,7 @@ def judged(found: Sequence[tuple[Check, Finding]]) -> list[Judged]:
             answer=finding.answer,
             words=redact(finding.words),
             advice=finding.advice,
+            where=where(check, finding),
         )
         for check, finding in found
     ]
@@ -96,6 +108,12 @@ def verdict(certificate: Certificate) -> str:
     return f"Nothing is broken: of {len(certificate['checks'])} checks {rest}."
 
 
+def with_place(check: Judged) -> str:
+    """Return the words of a check with the line of the script to look at."""
+    where = check["where"]
+    return f"{check['words']} ({where})" if where not in check["words"] else check["words"]
+
+
 def sections(certificate: Certificate) -> list[Section]:
     """Return a table for each group of checks, and the first rows."""
     groups = dict.fromkeys(check["group"] for check in certificate["checks"])
@@ -103,7 +121,7 @@ def sections(certificate: Certificate) -> list[Section]:
         Section(
             header=("check", "verdict", "found"),
             rows=[
-                (check["check"], check["answer"], check["words"])
+                (check["check"], check["answer"], with_place(check))
                 for check in sorted(
                     (one for one in certificate["checks"] if one["group"] == group),
                     key=lambda one: worst_first(one["answer"]),
@@ -161,7 +179,7 @@ def write(certificate: Certificate, folder: Path) -> list[Path]:
     said = escaped(verdict(certificate))
     shrunk = escaped(certificate["shrunk"])
     broken = bullets(
-        f"{check['check']}: {check['words']}. {check['advice']}."
+        f"{check['check']}: {with_place(check)}. {check['advice']}."
         for check in certificate["checks"]
         if check["answer"] == "broken"
     )
@@ -195,7 +213,7 @@ def print_certificate(certificate: Certificate, *, console: Console) -> None:
     for check in sorted(certificate["checks"], key=lambda one: worst_first(one["answer"])):
         if check["answer"] == "holds":
             continue
-        print_line(f"{check['answer']}: {check['check']}: {check['words']}", console=console)
+        print_line(f"{check['answer']}: {check['check']}: {with_place(check)}", console=console)
         if check["advice"]:
             print_line(f"  {check['advice']}.", console=console)
     for line in filter(None, (certificate["shrunk"], verdict(certificate))):

@@ -318,7 +318,7 @@ class _Certifying:
     def _end(self, subject: Subject, judges: Sequence[Check] = CHECKS) -> int:
         judges = [check for check in judges if check.group in self.groups] or judges
         found = [(check, check.judge(subject)) for check in judges]
-        checks = judged(found)
+        checks = judged(found, subject)
         many = subject.many
         certificate = Certificate(
             schema=SCHEMA,

@@ -36,6 +36,12 @@ GROUPS: Final = {
 AGAINST_ONE: Final = {ROWS, ONE, LOG}
 """Groups that need the run of one process."""
 
+PLACES: Final = {
+    **{TOKENS: "loader", PARAMETERS: "optimizer", ROWS: "loader", ONE: "backward"},
+    **{LOG: "schedule", RESUMED: "load", TWICE: "evaluation"},
+}
+"""What in a script is looked at first where a check of a group is broken."""
+
 PREPARED: Final = Check(name="prepared", group=PARAMETERS, judge=trained_parameters.is_prepared)
 
 CHECKS: Final = (
@@ -53,24 +59,31 @@ CHECKS: Final = (
     Check(name="packed rows", group=TOKENS, judge=trained_tokens.packed_rows),
     Check(name="vocabulary", group=TOKENS, judge=trained_tokens.in_vocabulary),
     PREPARED,
-    Check(name="attested", group=PARAMETERS, judge=trained_parameters.attested),
+    Check(name="attested", group=PARAMETERS, judge=trained_parameters.attested, place="prepare"),
     Check(name="trained parameters", group=PARAMETERS, judge=trained_parameters.trained_move),
     Check(name="frozen parameters", group=PARAMETERS, judge=trained_parameters.frozen_stay),
     Check(name="optimizer", group=PARAMETERS, judge=trained_parameters.optimizer_has_all),
     Check(name="empty parameters", group=PARAMETERS, judge=trained_parameters.none_empty),
-    Check(name="one model", group=PARAMETERS, judge=trained_parameters.one_model),
-    Check(name="training mode", group=PARAMETERS, judge=trained_parameters.training_mode),
+    Check(name="one model", group=PARAMETERS, judge=trained_parameters.one_model, place="backward"),
+    Check(
+        name="training mode",
+        group=PARAMETERS,
+        judge=trained_parameters.training_mode,
+        place="forward",
+    ),
     Check(name="spread of the norm", group=PARAMETERS, judge=trained_parameters.spread_norm),
     Check(name="same data", group=ROWS, judge=read_rows.same_data),
     Check(name="same draws", group=ROWS, judge=read_rows.same_draws),
     Check(name="each row once", group=ROWS, judge=read_rows.each_once),
+    Check(name="workers' seeds", group=ROWS, judge=read_rows.workers_apart),
     Check(name="new order", group=ROWS, judge=read_rows.new_order),
     Check(name="first step", group=ONE, judge=against_one.same_step),
     Check(name="size of the loss", group=ONE, judge=against_one.size_of_loss),
     Check(name="weight of a token", group=ONE, judge=against_one.mean_of_means),
     Check(name="learning rate", group=LOG, judge=schedule.rates),
     Check(name="logged loss", group=LOG, judge=schedule.logged_loss),
-    Check(name="clipping", group=LOG, judge=schedule.clipping),
+    Check(name="clipping", group=LOG, judge=schedule.clipping, place="clip"),
+    Check(name="logged epoch", group=LOG, judge=schedule.epochs),
     Check(name="saves", group=SAVED, judge=saved.saves),
     Check(name="folders load", group=SAVED, judge=saved.loads),
     Check(name="saved weights", group=SAVED, judge=saved.weights),

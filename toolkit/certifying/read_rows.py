@@ -117,3 +117,31 @@ def each_once(subject: Subject) -> Finding:
         f"{where}",
         "Pass the loader through Accelerator.prepare once, and split a stream by rank",
     )
+
+
+def workers_apart(subject: Subject) -> Finding:
+    """Find workers of a loader that begin with the same random numbers."""
+    drawn = {
+        (seen["rank"], number, worker): states
+        for seen in subject.many
+        for number, worker, *states in seen["workers"]
+    }
+    if not drawn:
+        return not_judged("the loaders have no workers")
+    alike: dict[bool, str] = {}
+    for (rank, number, worker), states in drawn.items():
+        for other in ((rank, number, worker + 1), (rank + 1, number, worker)):
+            same = [a == b for a, b in zip(states, drawn.get(other, ()), strict=False)]
+            if any(same):
+                kind = ("torch", "random", "numpy")[same.index(True)]
+                words = f"worker {worker} of rank {rank} and worker {other[2]} of rank {other[0]}"
+                alike.setdefault(other[0] == rank, f"{words} draw the same numbers of {kind}")
+    if True in alike:
+        advice = "Leave worker_init_fn out, or add the worker's id to the seed that it sets"
+        return broken(alike[True], advice)
+    if alike:
+        advice = (
+            "Fine unless rows are drawn or changed at random; else set_seed(device_specific=True)"
+        )
+        return note(alike[False], advice)
+    return holds(f"{len(drawn)} times a worker began, each with random numbers of its own")

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, Literal
 
-from toolkit.certifying.resumed import distance, pairs
+from toolkit.certifying.resumed import SHARE, distance, pairs
 from toolkit.certifying.subject import Finding, Subject, broken, holds, not_judged, note
 from toolkit.records.observation import Evaluation
+
+Kind = Literal["rows", "numbers", "rounding"]
 
 NONE: Final = "no evaluation was seen in these steps: pass flags with which the script has one"
 
 ROUNDING: Final = 1e-5
 """Relative difference of two values of one evaluation that kernels may make."""
+
+LOGGED: Final = 1e-2
+"""Relative difference of an evaluation's logged loss that padded batches may make."""
 
 RESTORE: Final = (
     "Take back after an evaluation what it swaps, merges, freezes or seeds, and call model.train()"
@@ -42,20 +47,22 @@ def leaves_no_trace(subject: Subject) -> Finding:
                 RESTORE,
             )
     ours = [one for rank, one in followed if rank == followed[0][0]]
-    after = {one["random"][1] for one in ours}
-    if len(ours) > 1 and len(after) == 1 and ours[0]["random"][0] not in after:
+    before, inside, after = ours[0]["random"]
+    others = [one["random"][1] for one in ours[1:]]
+    if set(others) == {inside} and before not in (inside, after):
         return broken(
-            f"after each of {len(ours)} evaluations torch's random numbers are the same: it sets "
-            "the seed anew, and dropout repeats itself",
+            f"{len(ours)} evaluations end with the same state of torch's random numbers: each sets "
+            "the seed anew, and the dropout behind it repeats itself",
             RESTORE,
         )
     apart = _first_apart(subject)
     first = min(one["step"] for _, one in followed)
     if subject.many[0]["trainer"] and apart is not None and apart[0] > first:
-        step, words, is_of_rows = apart
+        step, words, kind = apart
         said = f"without the evaluation after step {first}, step {step} is another: {words}"
         # Rows that are drawn at random take torch's numbers, and so does any loader.
-        return note(said) if is_of_rows else broken(said, RESTORE)
+        if kind != "rounding":
+            return note(said) if kind == "rows" else broken(said, RESTORE)
     more = " and without them the steps after it are the same" if subject.many[0]["trainer"] else ""
     compared = more if subject.twice and apart is None else ""
     return holds(
@@ -108,37 +115,44 @@ def is_held_out(subject: Subject) -> Finding:
         words = f"{len(both)} of {len(rows)} evaluated rows are rows of the training"
         advice = "Evaluate rows that are held out: its loss says nothing of others"
         return broken(words, advice) if both == rows else note(words, advice)
-    for log in subject.many[0]["logged"]:
-        of = [
-            pair
-            for _, one in _evaluations(subject)
-            if one["step"] == log["step"]
-            for pair in zip(one["rows"], one["values"], strict=True)
-        ]
-        if "eval_loss" in log and of and not subject.many[0]["own_step"]:
-            counted = sum(len(rows) for rows, _ in of)
-            mean = sum(len(rows) * (value or math.nan) for rows, value in of) / counted
-            if not math.isnan(mean) and not math.isclose(log["eval_loss"], mean, rel_tol=1e-2):
-                return broken(
-                    f"after step {log['step']} an eval_loss of {log['eval_loss']:.4f} is logged; "
-                    f"the mean of its forwards is {mean:.4f}",
-                    "Look what the script's log and compute_metrics put in its place",
-                )
+    if words := _other_log(subject):
+        return broken(words, "Look what the script's log and compute_metrics put in its place")
     return holds(f"none of {len(rows)} evaluated rows is trained, in {forwards} forwards")
+
+
+def _other_log(subject: Subject) -> str:
+    """Say where a Trainer logs another loss than its evaluation had; else return nothing."""
+    for log in () if subject.many[0]["own_step"] else subject.many[0]["logged"]:
+        of = [
+            (len(rows), value)
+            for _, one in _evaluations(subject)
+            for rows, value in zip(one["rows"], one["values"], strict=True)
+            if one["step"] == log["step"] and value is not None
+        ]
+        if of and "eval_loss" in log:
+            mean = sum(count * value for count, value in of) / sum(count for count, _ in of)
+            # Where it counts the tokens of all ranks, a Trainer multiplies by the ranks later.
+            meant = (mean, mean * len(subject.many))
+            if not any(math.isclose(log["eval_loss"], one, rel_tol=LOGGED) for one in meant):
+                return (
+                    f"after step {log['step']} an eval_loss of {log['eval_loss']:.4f} is logged; "
+                    f"its forwards have a mean of {mean:.4f}"
+                )
+    return ""
 
 
 def _modes(one: Evaluation) -> tuple[int, int]:
     return one["training_mode"], len(one["rows"])
 
 
-def _first_apart(subject: Subject) -> tuple[int, str, bool] | None:
-    """Return the first step in which two runs differ, how, and whether in their rows."""
+def _first_apart(subject: Subject) -> tuple[int, str, Kind] | None:
+    """Return the first step in which two runs differ, how, and in what."""
     states = [one for one in subject.saves if one["rank"] == 0]
     for step, rank, ours, theirs in sorted(
         pairs(subject.saves, subject.twice), key=lambda pair: pair[:2]
     ):
         if ours["batches"] != theirs["batches"]:
-            return step, f"rank {rank} reads other rows: their order has no seed", True
+            return max(1, step), f"rank {rank} reads other rows: their order has no seed", "rows"
         other = [
             name
             for name, tensor in theirs["weights"].items()
@@ -146,17 +160,21 @@ def _first_apart(subject: Subject) -> tuple[int, str, bool] | None:
         ]
         if other and not step:
             words = f"{len(other)} weights are others before it, the first is {other[0]}"
-            return step, f"{words}: what is made anew has no seed", False
+            return step, f"{words}: what is made anew has no seed", "numbers"
         if ours["seed"] != theirs["seed"]:
-            return step, f"torch's random numbers on rank {rank} have no seed: dropout", False
+            return step, f"torch's random numbers on rank {rank} have no seed: dropout", "numbers"
         if ours["losses"] != theirs["losses"]:
             words = f"rank {rank} has losses of {ours['losses']} and {theirs['losses']}"
-            return step, f"{words} from the same rows and weights: random numbers, kernels", False
+            words += " from the same rows and weights: random numbers that have no seed"
+            return max(1, step), words, "numbers"
         if other:
             start = states[0]["states"][0]["weights"] | states[0]["states"][step - 1]["weights"]
             gap = max(distance(theirs["weights"][n], ours["weights"][n], start[n]) for n in other)
             words = f"{len(other)} weights, the first is {other[0]}, are up to {gap:.1e} of their "
-            return step, f"{words}update apart after the same losses: kernels", False
+            words += "update apart after the same losses: "
+            if gap <= SHARE:
+                return step, f"{words}kernels round otherwise", "rounding"
+            return step, f"{words}random numbers that have no seed", "numbers"
     return None
 
 
@@ -165,6 +183,11 @@ def twice_the_same(subject: Subject) -> Finding:
     if not subject.twice:
         return not_judged(subject.no_twice)
     apart = _first_apart(subject)
+    if apart is not None and apart[2] == "rounding":
+        return holds(f"equal but for rounding: in step {apart[0]}, {apart[1]}")
+    evaluated = [one["step"] for _, one in _evaluations(subject) if one["is_followed"]]
+    if apart and subject.many[0]["trainer"] and min(evaluated, default=apart[0]) < apart[0]:
+        return not_judged(f"from step {apart[0]} on, only one of two runs has evaluated")
     if apart is None:
         steps = len(subject.twice[0]["states"]) - 1
         return holds(f"rows, losses and weights of {steps} steps are equal to the last bit")

@@ -142,14 +142,14 @@ def saves(subject: Subject) -> Finding:
     for call in _calls(subject):
         if call["error"] and not read:  # else the script went on without it
             words = f"ends the run after {call['step']} steps: {call['error']}"
-            return broken(f"{call['name']} ({call['where']}) {words}", GATHERED)
+            return broken(f"{call['name']} ({call['where']}) {words}", GATHERED, call["where"])
         found = read.get(call["path"])
         is_gone = found is None or found["kind"] == "nothing"
         # What was saved before the training is its input, and may have moved on.
         if is_gone and call["path"] and call["step"] and not call["is_checkpoint"]:
             why = f": {found['error']}" if found and found["error"] else ""
             words = f"leaves no weights that can be read in {Path(call['path']).name}{why}"
-            return broken(f"{call['name']} ({call['where']}) {words}", PARTS)
+            return broken(f"{call['name']} ({call['where']}) {words}", PARTS, call["where"])
     places = dict.fromkeys(f"{Path(c['path']).name} ({c['name']})" for c in _calls(subject))
     return holds(f"{len(places)} written: {', '.join(places)}") if places else not_judged(NO_SAVE)
 
@@ -168,7 +168,8 @@ def loads(subject: Subject) -> Finding:
         is_engines = one.call["is_checkpoint"] and not read["tensors"]
         if words or (read["error"] and not is_engines):
             advice = GATHERED if read["tensors"] else PARTS
-            return broken(f"{one.place}: {read['error'] or '; '.join(words)}", advice)
+            words = read["error"] or "; ".join(words)
+            return broken(f"{one.place}: {words}", advice, one.call["where"])
     bases = [one.found["base"] for one in models if one.found["base"]]
     if not models or len(bases) == len(models):
         return not_judged(bases[0] if bases else "no model was saved")
@@ -181,11 +182,12 @@ def weights(subject: Subject) -> Finding:
     for one in found:
         if one.wrong:
             words = [f"{len(n)} tensors are {why}: {_named(n)}" for why, n in one.wrong.items()]
-            return broken(f"{one.place}: {'; '.join(words)}", GATHERED)
+            return broken(f"{one.place}: {'; '.join(words)}", GATHERED, one.call["where"])
         if one.other:
             words = f"{one.place}, called after step {one.call['step']}, holds the weights "
             if not one.is_of:
-                return broken(f"{words}from before the training", GATHERED)
+                words += "from before the training"
+                return broken(words, GATHERED, one.call["where"])
             advice = "Right where the best checkpoint is loaded at the end"
             return note(f"{words}of step {one.is_of}", advice)
     if not (tensors := sum(one.equal for one in found)):
@@ -215,7 +217,8 @@ def a_model(subject: Subject) -> Finding:
     )
     if latest is None or not latest.is_of:
         if tried or any(call["error"] for call in _calls(subject)):
-            return broken("no folder that was saved holds what was trained, whole", GATHERED)
+            words = "no folder that was saved holds what was trained, whole"
+            return broken(words, GATHERED, _calls(subject)[-1]["where"])
         words = "only files were saved that a script's own code reads, and no model that loads"
         return note(words, GATHERED)
     if latest.merged:

@@ -9,6 +9,9 @@ from toolkit.certifying.subject import Finding, Subject, broken, holds, not_judg
 from toolkit.comparing.bisect.rows import step_loss_of
 from toolkit.records.evidence import Evidence
 
+HALVED = 1.6
+"""Factor from which two epochs are no longer the same."""
+
 SCHEDULER = "one for each process"
 """Words of a note of the run on a scheduler that goes too fast."""
 
@@ -104,3 +107,23 @@ def clipping(subject: Subject, evidence: Evidence) -> Finding:
             "Log the norm that clipping returns",
         )
     return holds(f"limit {found['limit']:g}, norm {found['norm']:.4g}")
+
+
+def epochs(subject: Subject) -> Finding:
+    """Hold the epoch that a Trainer logs against that of one process after the same rows."""
+    ours, theirs = (
+        {log["step"]: log["epoch"] for log in of[0]["logged"] if log.get("epoch")} if of else {}
+        for of in (subject.many, subject.one)
+    )
+    both = sorted(ours.keys() & theirs.keys())
+    if not both:
+        return not_judged("a Trainer logs no epoch, or there is no run of one process")
+    step = both[-1]
+    # A last batch that is not whole counts as one, so that lengths differ a little.
+    if not 1 / HALVED < ours[step] / theirs[step] < HALVED:
+        return broken(
+            f"step {step} is logged as epoch {ours[step]:.4g}, and as {theirs[step]:.4g} in one "
+            "process that reads as many rows",
+            "Give each rank the whole data set: the Trainer splits it by itself",
+        )
+    return holds(f"{ours[step]:.4g} after step {step}, and {theirs[step]:.4g} in one process")

@@ -182,13 +182,16 @@ class Finding:
     advice: str = ""
     """What to do about it."""
 
+    where: str = ""
+    """File and line of the script, where the finding itself knows it."""
+
 
 def holds(words: str) -> Finding:
     return Finding(answer="holds", words=words)
 
 
-def broken(words: str, advice: str) -> Finding:
-    return Finding(answer="broken", words=words, advice=advice)
+def broken(words: str, advice: str, where: str = "") -> Finding:
+    return Finding(answer="broken", words=words, advice=advice, where=where)
 
 
 def note(words: str, advice: str = "") -> Finding:
@@ -204,6 +207,8 @@ class Check(ParityCheck[Callable[[Subject], Finding]]):
     """One check of a certificate."""
 
     group: str
+    place: str = ""
+    """What in the script is looked at first, a name in `Observation.places`; else as its group."""
 
 
 def of_rows(

@@ -12,8 +12,11 @@ from typing import Any, Final
 
 import torch
 
+from toolkit.engines.backend import backend_of
+from toolkit.engines.deepspeed import is_engine
 from toolkit.engines.tensors import held_part, named_parameters
 from toolkit.engines.wrappers import innermost
+from toolkit.measuring.few_steps import FewSteps
 from toolkit.measuring.replica_checks import checksum
 from toolkit.records.observation import Evaluation
 
@@ -28,16 +31,13 @@ class Evaluations:
 
     Attributes:
         all: Those so far.
-        loader: The one whose pass began last.
-        of_training: The one whose rows trained last.
+        of_training: The loader that gave the first rows that trained.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, few: FewSteps) -> None:
         self.all: list[Evaluation] = []
-        self.loader: Any = None
         self.of_training: Any = None
-        self._of_evaluation: Any = None
-        self._model = model
+        self._model, self._few = model, few
         self._steps = 0
         self._left: dict[str, int] = {}
         """What the last step left."""
@@ -47,12 +47,7 @@ class Evaluations:
 
         self._has_stepped = self._was_training = self._is_open = False
         self._random = 0
-        self._passes = self._pass_of_sum = 0
-
-    def pass_begins(self, loader: Any) -> None:
-        """Note the loader whose rows are read from now on."""
-        self.loader = loader
-        self._passes += 1
+        self._pass_of_sum = 0
 
     def stepped(self) -> None:
         """Note what an optimizer step has left."""
@@ -64,6 +59,10 @@ class Evaluations:
         now, last = _random_state(), self.all[-1] if self._is_open else None
         if self._left and (last is not None or self._has_stepped):
             left = self._left
+            if last is not None and not is_engine(self._model):
+                # FSDP2 keeps what it gathers around the layers until a backward.
+                with backend_of(self._model).preserve_engine_state():
+                    pass
             changed = {n for n, one in _state(self._model) if one != left.get(n, one)}
             if last is None:
                 self._usual |= changed
@@ -73,15 +72,13 @@ class Evaluations:
                 last["random"].append(now)
         self._is_open = self._has_stepped = False
         self._was_training, self._random = module.training, now
-        if self.loader is not self._of_evaluation:  # else its pass has ended, and no other begun
-            self.of_training = self.loader
+        if self.of_training is None:
+            self.of_training = self._few.loader
 
     def evaluates(self, module: torch.nn.Module, rows: list[int], value: float | None) -> None:
         """Note a forward without gradients, if it is an evaluation's."""
-        if module.training and self.loader is self.of_training:
+        if module.training and self._few.loader is self.of_training:
             return
-        if self.loader is not self.of_training:
-            self._of_evaluation = self.loader
         if not self._is_open:
             self._is_open, self._pass_of_sum = True, -1
             self.all.append(
@@ -98,9 +95,10 @@ class Evaluations:
             )
         one = self.all[-1]
         one["training_mode"] += module.training
+        one["random"] = [one["random"][0], _random_state()]
         if len(one["rows"]) < MOST_FORWARDS:
-            if self._pass_of_sum != self._passes:
-                self._pass_of_sum = self._passes
+            if self._pass_of_sum != self._few.passes:
+                self._pass_of_sum = self._few.passes
                 self._sum = zlib.crc32(repr([*_state(self._model)]).encode())
             one["rows"].append(rows)
             one["weights"].append(self._sum)

@@ -55,6 +55,8 @@ class FewSteps:
         before_steps: Gets the prepared model and its optimizer, before any step is counted.
         again: Whether this is the second of two equal runs: what the script does not seed begins
             with other random numbers, and a Trainer does not evaluate.
+        loader: Gave the last batch.
+        passes: Over loaders that have begun.
         places: Lines of the script, by what they made or called.
         hooks: What undoes the changes to libraries.
     """
@@ -66,6 +68,8 @@ class FewSteps:
         self.pass_begins: Callable[[Any, Any], object] = lambda loader, batch: None
         self.before_steps: Callable[[Any, Any], object] = lambda model, optimizer: None
         self.again = False
+        self.loader: Any = None
+        self.passes = 0
         self.places: dict[str, str] = {}
         self.hooks = ExitStack()
         self._said: set[str] = set()
@@ -186,7 +190,9 @@ class _Pass:
         if self._given >= enough:
             raise StopIteration
         batch = next(self._batches)
+        few.loader = self._loader
         if not self._given:
+            few.passes += 1
             few.pass_begins(self._loader, batch)
         self._given += 1
         return _cut(batch, few)

@@ -186,20 +186,19 @@ class ScriptObserver:
     def before_prepare(self, models: Iterable[torch.nn.Module]) -> None:
         """Switch dropout off, which no two runs would draw alike."""
         for model in models:
-            for module in model.modules():
-                if isinstance(module, torch.nn.Dropout):
-                    self._dropout = max(self._dropout, module.p)
-                    module.p = 0.0
-            config = getattr(model, "config", None)
-            for name, value in vars(config).items() if config is not None else ():
-                if "dropout" in name and isinstance(value, float) and value:
-                    self._dropout = max(self._dropout, value)
-                    setattr(config, name, 0.0)
+            for owner in (*model.modules(), getattr(model, "config", model)):
+                names = [name for name in vars(owner) if "dropout" in name]
+                names += ["p"] if isinstance(owner, torch.nn.Dropout) else []
+                for name in names:
+                    value = getattr(owner, name)
+                    if isinstance(value, float) and value:
+                        self._dropout = max(self._dropout, value)
+                        setattr(owner, name, 0.0)
 
     def prepared(self, model: Any, optimizer: Any) -> None:
         """Watch a prepared model and its optimizer from now on."""
         self._model, self._optimizer, self._ranks = model, optimizer, world_size()
-        self._sums, self._evaluations = dict(sums(model)), Evaluations(model)
+        self._sums, self._evaluations = dict(sums(model)), Evaluations(model, self._few)
         inner = innermost(model)
         hook = inner.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         self._hooks.callback(hook.remove)
@@ -216,7 +215,8 @@ class ScriptObserver:
                 self._trainer = type(this).__name__
                 self._own_step = _has_own_step(type(this), trainer.Trainer)
                 if not self._few.is_done or "loss" in logs:
-                    self._logged.append({"step": this.state.global_step, **_plain(logs)})
+                    now = {"step": this.state.global_step, "epoch": this.state.epoch}
+                    self._logged.append({**now, **_plain(logs)})
                 log(this, logs, *rest, **options)
 
             self._hooks.callback(replace_method(trainer.Trainer, "log", logging))
@@ -278,8 +278,6 @@ class ScriptObserver:
     # In the steps
 
     def _pass_begins(self, loader: Any, batch: Any) -> None:
-        if self._model is not None:
-            self._evaluations.pass_begins(loader)
         inputs = batch if hasattr(batch, "get") else {}
         tokens = inputs.get("input_ids")
         if _is_batch(tokens) and len(self._passes) < ROWS_OF_DATA:

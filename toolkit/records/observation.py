@@ -92,7 +92,8 @@ class Evaluation(TypedDict):
     """What was then other than the last step had left it: weights, buffers, the mode."""
 
     random: list[int]
-    """A hash of torch's random state at the forwards that trained before and after."""
+    """Hashes of torch's random state: at the forward that trained before, at the last one of the
+    evaluation, and at the one that trained after."""
 
 
 class Observation(TypedDict):
