@@ -10,7 +10,7 @@ from certificates import broken
 from places import ROOT, SCRIPTS
 from rich.console import Console
 
-from toolkit.certifying import read_rows, trained_parameters
+from toolkit.certifying import read_rows, trained_parameters, trained_tokens
 from toolkit.certifying.certify import certify
 from toolkit.certifying.options import CertifyOptions
 from toolkit.certifying.subject import Subject
@@ -91,6 +91,20 @@ def test_a_known_cause_is_said_of_a_script_that_fails(as_launched, tmp_path):
     assert certify(script, options, console=Console(file=said, width=200)) == 3
     words = " ".join(said.getvalue().split())
     assert "or has weights of size 0, of which there is nothing to gather" in words
+
+
+@pytest.mark.parametrize(("begins", "answer"), [(-100, "note"), (7, "holds")])
+def test_a_prompt_that_is_masked_by_its_column_is_noted(begins, answer):
+    """The longest row of a batch has no padding in front, and its prompt is masked."""
+    batch = {
+        "step": 1,
+        "tokens": [[7, 8, 9, 4], [0, 0, 8, 4]],
+        "labels": [[begins, -100, 9, 4], [-100, -100, 8, 4]],
+        "mask": [[1, 1, 1, 1], [0, 0, 1, 1]],
+    }
+    seen = {"rank": 0, "batches": [batch]}
+    subject = Subject(many=[seen], folder=Path(), notes=[])
+    assert trained_tokens.padding(subject, subject.rows).answer == answer
 
 
 def test_rows_that_fill_up_the_last_batch_are_not_read_twice():
