@@ -3,12 +3,13 @@
 import argparse
 import copy
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 from transformers import (
     ByT5Tokenizer,
@@ -59,6 +60,19 @@ def row(number):
 rows = [row(number) for number in range(64)]
 
 
+class Count:
+    """Saves how often it was asked, and does not take it back."""
+
+    asked = 0
+
+    def state_dict(self):
+        self.asked += 1
+        return {"asked": self.asked * 7 + bool(args.resume_from)}
+
+    def load_state_dict(self, state):
+        pass
+
+
 def train_by_trainer():
     arguments = TrainingArguments(
         args.output_dir,
@@ -90,6 +104,8 @@ def train_by_loop():
     scheduler = get_linear_schedule_with_warmup(optimizer, 0, 24)
     loader = DataLoader(rows, batch_size=2, shuffle=True)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    if fault == "forgets_its_count":
+        accelerator.register_for_checkpointing(Count())
     final = args.output_dir / "final"
     if fault == "a_file_in_the_way" and accelerator.is_main_process:
         args.output_dir.mkdir(parents=True, exist_ok=True)
@@ -103,9 +119,17 @@ def train_by_loop():
                     for name, tensor in torch.load(args.resume_from / "own.bin").items()
                 }
             )
+        elif fault == "takes_what_it_can_read":
+            model.module.load_state_dict(load_file(args.resume_from / "model.safetensors"))
+            with suppress(RuntimeError, FileNotFoundError):
+                optimizer.load_state_dict(torch.load(args.resume_from / "optimizer.bin"))
         else:
             accelerator.load_state(args.resume_from)
-        done = json.loads((args.resume_from / "step.json").read_text())["step"]
+        done = (
+            1
+            if fault == "takes_what_it_can_read"
+            else json.loads((args.resume_from / "step.json").read_text())["step"]
+        )
         if fault == "rate_begins_anew":
             for group in optimizer.param_groups:
                 group["lr"] = 1e-3
@@ -131,9 +155,13 @@ def train_by_loop():
                     folder, is_main_process=accelerator.is_main_process, state_dict=tensors
                 )
             return
-        if fault in ("merged", "unloaded"):
+        if fault in ("merged", "merged_twice_as_much", "unloaded"):
             if accelerator.is_main_process:
                 copied = copy.deepcopy(unwrapped)
+                if fault == "merged_twice_as_much":
+                    for module in copied.modules():
+                        if hasattr(module, "lora_A"):
+                            module.scaling["default"] *= 2
                 plain = copied.unload() if fault == "unloaded" else copied.merge_and_unload()
                 plain.save_pretrained(folder)
             return

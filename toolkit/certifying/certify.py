@@ -50,6 +50,7 @@ from toolkit.records.json_files import SCHEMA, read_as
 from toolkit.records.observation import Observation, observation_file, read_observations
 from toolkit.records.saves import (
     READ_FILE,
+    STATES,
     AllRead,
     ReadBack,
     Saves,
@@ -361,7 +362,8 @@ def _cut_off(checkpoint: Path, copied: Path, *, later_too: bool) -> str:
     """
     shutil.copytree(checkpoint, copied)
     files = [path for path in copied.rglob("*") if path.is_file()]
-    largest = max(files, key=lambda path: path.stat().st_size)
+    states = [path for path in files if path.suffix in STATES]
+    largest = max(states or files, key=lambda path: path.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
     short = f"{largest.relative_to(copied)} cut to half"
     if not later_too:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -30,15 +31,13 @@ from toolkit.measuring.evidence import digest_of
 from toolkit.measuring.few_steps import FewSteps, line_of_script
 from toolkit.measuring.stepped import rates_of
 from toolkit.records.json_files import SCHEMA, write_json
-from toolkit.records.saves import Call, Saves, State, Tensor, saves_file
+from toolkit.records.saves import STATES, Call, Saves, State, Tensor, saves_file
 
 CASTS: Final = (torch.float32, torch.bfloat16, torch.float16)
 VALUES: Final = 64
 
 SECOND: Final = "second"
 """Folder of a checkpoint that is saved right after one was loaded."""
-
-STATES: Final = (".safetensors", ".bin", ".pt", ".pth", ".pkl", ".distcp")
 
 
 @contextmanager
@@ -80,6 +79,7 @@ class _Watcher:
         self._rate: float | None = None
         self._loaded_from: Path | None = None
         self._second = folder / SECOND
+        self._others: list[str] | None = None
 
     def __deepcopy__(self, _: Any) -> Any:
         return self  # a script may copy a model with its hooks
@@ -245,13 +245,15 @@ class _Watcher:
             self._second = Path(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}")
 
     def _differing(self) -> list[str] | None:
-        """Name the files that differ in the second of two checkpoints."""
+        """Name the files that differ in the second of two checkpoints, and remove that one."""
         first, second = self._loaded_from, self._second
         if first is None or rank() or not second.is_dir():
-            return None
+            return self._others
         files = [path.relative_to(first) for path in sorted(first.rglob("*")) if path.is_file()]
         held = [path for path in files if path.suffix in STATES]
-        return [str(path) for path in held if not _is_same(first / path, second / path)]
+        self._others = [str(at) for at in held if not _is_same(first / at, second / at)]
+        shutil.rmtree(second)
+        return self._others
 
     # The states
 
@@ -294,15 +296,19 @@ class _Watcher:
     def _state(self) -> State:
         """Return the state of the model; a collective."""
         weights: dict[str, Tensor] = {}
+        adapters: dict[str, torch.Tensor] = {}
         for name, parameter in self._backend.full_parameters():
             if self._states and not parameter.requires_grad:
                 continue
             tensor = self._backend.full_weight(parameter)
             if rank() == 0:
                 weights[name] = described(tensor)
+                if ".lora_" in name:
+                    adapters[name] = tensor.detach().cpu().double()
         moments = [moment.detach() for moment in states_held(self._optimizer)]
         return State(
             weights=weights,
+            merged=dict(self._merged(self._states[0]["weights"] if self._states else {}, adapters)),
             moments=[digest_of([moment]) for moment in moments],
             sizes=[float(torch.linalg.vector_norm(moment.double())) for moment in moments],
             seed=torch.initial_seed(),
@@ -311,19 +317,44 @@ class _Watcher:
             losses=self._losses,
         )
 
+    def _merged(
+        self, base: Mapping[str, Tensor], adapters: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, list[float]]]:
+        """Yield the described numbers of weights with one adapter each, as merging adds it."""
+        modules = dict(innermost(self._model).named_modules())
+        for name, first in adapters.items():
+            prefix, is_first, rest = name.partition(".lora_A.")
+            module, weight = modules.get(prefix), base.get(f"{prefix}.base_layer.weight")
+            second = adapters.get(f"{prefix}.lora_B.{rest}")
+            adapter, is_product, _ = rest.partition(".weight")
+            if not (is_first and is_product and module) or weight is None or second is None:
+                continue
+            transposed = getattr(module, "fan_in_fan_out", False)
+            added = (second @ first) * module.scaling[adapter]
+            added = added.T if transposed else added
+            # DoRA scales the sum, and weights of 4 bits have another shape.
+            if list(added.shape) == weight["shape"] and not module.use_dora.get(adapter):
+                values = zip(weight["values"], _few_of(added), strict=True)
+                yield f"{prefix}.base_layer.weight", [old + new for old, new in values]
+
+
+def _few_of(tensor: torch.Tensor) -> list[float]:
+    """Return a few numbers of a tensor, evenly spaced."""
+    flat = tensor.reshape(-1)
+    places = torch.linspace(0, max(0, flat.numel() - 1), min(VALUES, flat.numel())).long()
+    return flat[places].double().tolist()
+
 
 def described(tensor: torch.Tensor) -> Tensor:
     """Describe a whole tensor."""
     # A copy: numpy, which the digests need, keeps a storage from being freed by FSDP2.
     held = tensor.detach().cpu().clone()
     dtypes = {held.dtype, *CASTS} if held.is_floating_point() else {held.dtype}
-    flat = held.reshape(-1)
-    places = torch.linspace(0, max(0, flat.numel() - 1), min(VALUES, flat.numel())).long()
     return Tensor(
         shape=list(held.shape),
         dtype=dtype_name(held.dtype),
         digests={dtype_name(dtype): digest_of([held.to(dtype)]) for dtype in dtypes},
-        values=flat[places].double().tolist(),
+        values=_few_of(held),
     )
 
 
@@ -374,4 +405,18 @@ def _evaluate_twice(trainer: Any) -> None:
 
 
 def _is_same(one: Path, other: Path) -> bool:
-    return other.is_file() and one.read_bytes() == other.read_bytes()
+    """Whether two files that this script has written hold the same states."""
+    if not other.is_file() or one.read_bytes() == other.read_bytes():
+        return other.is_file()
+    by_torch = one.suffix not in (".safetensors", ".distcp")
+    return by_torch and _are_equal(*(torch.load(file, weights_only=False) for file in (one, other)))
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_are_equal(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):  # a tuple may come back as a list
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    return repr(one) == repr(other)

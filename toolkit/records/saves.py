@@ -11,6 +11,9 @@ from typing import Final, Literal, TypedDict
 
 from toolkit.records.json_files import read_as
 
+STATES: Final = (".safetensors", ".bin", ".pt", ".pth", ".pkl", ".distcp")
+"""Endings of the files of a checkpoint that hold what is trained and drawn."""
+
 READ_FILE: Final = "read-back.json"
 
 
@@ -29,6 +32,9 @@ class State(TypedDict):
 
     weights: dict[str, Tensor]
     """Whole, by rank 0; of frozen ones in the first state alone."""
+
+    merged: dict[str, list[float]]
+    """The same few numbers of each weight under an adapter, with the adapter added to it."""
 
     moments: list[str]
     """sha256 of each tensor of the optimizer's state that this rank holds."""
