@@ -259,13 +259,16 @@ def report(
         lines += [row_of(one, first) for one in faulty if one.case.source == source]
     lines += ["", "## Of TrainCheck, out of scope", "", "| issue | reason |", "|---|---|"]
     lines += [f"| [{one['name']}]({one['address']}) | {one['reason']} |" for one in outside]
-    lines += ["", "## Sound programs", "", "| program | under | broken | notes | not judged |"]
-    lines.append("|---|---|---|---|---|")
+    lines += ["", "## Sound programs", ""]
+    lines += ["| program | under | broken at first | now | notes now | not judged now |"]
+    lines.append("|---|---|---|---|---|---|")
     for one in sound:
         broken = "could not be judged" if not one.checks else names(one.of("broken")) or "none"
+        then = first.get(one.case.name, {}).get("also broken", ["not run"])
         lines.append(
-            f"| {one.case.name}: {one.case.address} | {one.case.strategy} | {broken} | "
-            f"{names(one.of('note'))} | {len(one.of('not judged'))} |"
+            f"| {one.case.name}: {one.case.address} | {one.case.strategy} | "
+            f"{', '.join(then) or 'none'} | {broken} | {names(one.of('note'))} | "
+            f"{len(one.of('not judged'))} |"
         )
     for one in results:
         if not one.checks:

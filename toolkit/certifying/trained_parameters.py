@@ -92,12 +92,6 @@ def frozen_stay(subject: Subject) -> Finding:
 @of_step
 def optimizer_has_all(subject: Subject, evidence: Evidence) -> Finding:
     """Find trained parameters that the optimizer lacks, or has twice."""
-    if kept := max(seen["kept_gradients"] for seen in subject.many):
-        return broken(
-            f"{kept} of {subject.many[0]['steps']} steps begin with gradients of the step before, "
-            "which add up",
-            "Call optimizer.zero_grad() in each step",
-        )
     groups = evidence["optimizer"]["groups"]
     given = Counter(name for group in groups for name in group["parameters"] if name != "?")
     trained = [
@@ -107,6 +101,12 @@ def optimizer_has_all(subject: Subject, evidence: Evidence) -> Finding:
     ]
     if not given:
         return not_judged("the optimizer holds other tensors than the model's parameters")
+    if kept := max(seen["kept_gradients"] for seen in subject.many):
+        return broken(
+            f"{kept} of {subject.many[0]['steps']} steps begin with gradients of the step before, "
+            "which add up",
+            "Call optimizer.zero_grad() in each step",
+        )
     missing = [name for name in trained if name not in given]
     twice = [name for name, count in given.items() if count > 1]
     if missing or twice:
