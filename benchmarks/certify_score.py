@@ -44,6 +44,7 @@ SOURCES = {
 }
 NAMED, NOTED, UNJUDGED, MISSED = "named", "noted", "not judged", "missed"
 OTHERWISE = "broken by another check"
+FOLDERS = r"(/[\w.-]+)+/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +222,7 @@ def keep_first(results: Sequence[Result]) -> None:
     first = json.loads(FIRST.read_text("utf-8")) if FIRST.is_file() else {}
     for one in results:
         verdict, by = one.verdict
-        found = {"verdict": verdict, "by": by, "also broken": one.others}
+        found = {"verdict": verdict, "by": re.sub(FOLDERS, "", by), "also broken": one.others}
         first.setdefault(one.case.name, found)
     FIRST.write_text(json.dumps(first, indent=1) + "\n", encoding="utf-8")
 
@@ -270,9 +271,6 @@ def report(
             f"{', '.join(then) or 'none'} | {broken} | {names(one.of('note'))} | "
             f"{len(one.of('not judged'))} |"
         )
-    for one in results:
-        if not one.checks:
-            lines += ["", f"{one.case.name}, {one.case.strategy}: {one.said.strip()[-600:]}"]
     return lines
 
 
@@ -281,15 +279,17 @@ def row_of(one: Result, first: dict[str, dict[str, Any]]) -> str:
     then = first.get(case.name, {"verdict": "not run", "by": ""})
     title = f"[{case.name}]({case.address})" if case.address else case.name
     verdict, by = one.verdict
-    return (
-        f"| {title} | {case.fault} | {case.config and 'its own file' or case.strategy} | "
-        f"{shown(then['verdict'], then['by'])} | {shown(verdict, by)} |"
-    )
+    under = case.config or case.strategy
+    cells = [shown(then["verdict"], then["by"]), shown(verdict, by)]
+    cells[1] = "as at first" if cells[0][:60] == cells[1][:60] else cells[1]
+    return f"| {title} | {case.fault} | {under} | {cells[0]} | {cells[1]} |"
 
 
 def shown(verdict: str, by: str) -> str:
-    short = by.replace("|", "/").replace("\n", " ")
-    return f"{verdict}: {short[:160]}" if short else verdict
+    """Return a verdict and what was said for it, without folders, and shortened."""
+    said = re.sub(FOLDERS, "", by).replace("|", "/").replace("\n", " ")
+    said = re.sub(r"rank \d refused the run: Refused: |The script could not be judged: ", "", said)
+    return f"{verdict}: {said[:150].rstrip(' ,;')}" if said else verdict
 
 
 def names(checks: Sequence[dict[str, Any]]) -> str:
