@@ -112,7 +112,7 @@ def test_a_certificate_is_its_page(here, capsys):
     done = toolkit.certify(script, ["sound"], strategy="ddp", output="proof")
     assert done.sound
     assert done._repr_markdown_() == (here / "proof" / "certificate.md").read_text() == str(done)
-    assert "Nothing is broken: of 37 checks" in capsys.readouterr().out
+    assert "Nothing is broken: of 45 checks" in capsys.readouterr().out
     (here / "own.py").write_text(FAILS)
     failed = toolkit.certify("own.py", strategy="ddp", output="none")
     assert not failed.sound

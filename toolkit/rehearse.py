@@ -262,10 +262,11 @@ def _made_small(options: _Options, *, rehearsal: bool) -> Iterator[FewSteps | No
     few.again = options.again
     with contextlib.ExitStack() as stack:
         if options.shrink:
-            folder = folder_of_launch() / f"small-models-{rank()}"
+            folder = (options.observe or folder_of_launch()) / f"small-models-{rank()}"
             ranks = max(options.for_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
             most = most_parameters(ranks, rehearsal=rehearsal) if options.shrink == "auto" else None
-            few.most_tokens = stack.enter_context(shrinking(folder, only_above=most)).most_tokens
+            small = shrinking(folder, only_above=most, keep=options.observe is not None)
+            few.most_tokens = stack.enter_context(small).most_tokens
         stack.enter_context(few_steps(few))
         if options.for_ranks > 1:
             from toolkit.measuring.one_for_many import one_for_many

@@ -57,7 +57,7 @@ for epoch in range(args.epochs):
     model.eval()
     losses = []
     for batch in eval_loader:
-        with torch.inference_mode():
+        with torch.no_grad():  # under ZeRO-3, inference_mode would leave its tensors to training
             losses.append(accelerator.gather(model(**batch).loss.reshape(1)))
     mean = torch.cat(losses).mean().item()
     accelerator.print(f"epoch {epoch}: {mean:.4f}")

@@ -146,6 +146,12 @@ def nothing_to_train():
     nn.parallel.DistributedDataParallel(nn.ReLU())
 
 
+def inference_tensors():
+    with torch.inference_mode():
+        gathered = torch.ones(2)
+    torch.ones(2, requires_grad=True) * gathered
+
+
 def no_gradient_to_follow():
     torch.ones(2).sum().backward()
 

@@ -73,8 +73,10 @@ def train_by_trainer():
         save_strategy="no",
         disable_tqdm=True,
     )
+    rank, ranks = arguments.process_index, arguments.world_size
+    trained = rows[rank::ranks] if fault == "split_by_hand" else rows
     callbacks = [Rounding()] if fault == "rounds_its_weights" else []
-    Own(model, arguments, train_dataset=rows, eval_dataset=held_out, callbacks=callbacks).train()
+    Own(model, arguments, train_dataset=trained, eval_dataset=held_out, callbacks=callbacks).train()
 
 
 def by_chance(batch):

@@ -123,6 +123,7 @@ def train_by_loop():
             model.module.load_state_dict(load_file(args.resume_from / "model.safetensors"))
             with suppress(RuntimeError, FileNotFoundError):
                 optimizer.load_state_dict(torch.load(args.resume_from / "optimizer.bin"))
+                scheduler.load_state_dict(torch.load(args.resume_from / "scheduler.bin"))
         else:
             accelerator.load_state(args.resume_from)
         done = (

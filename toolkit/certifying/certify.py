@@ -341,6 +341,8 @@ class _Certifying:
             for pattern in ("*.safetensors", "observed-*", "saves-*", "workers-*", READ_FILE):
                 for path in (self.folder / name).glob(pattern):
                     path.unlink()
+            for path in (self.folder / name).glob("small-models-*"):
+                shutil.rmtree(path)
         print_certificate(certificate, console=self.console)
         names = ", ".join(path.name for path in written)
         print_line(f"Written to {short_path(self.folder)}: {names}", console=self.console)

@@ -101,10 +101,10 @@ def is_held_out(subject: Subject) -> Finding:
     rows = {row for one in every for rows in one["rows"] for row in rows}
     if not rows:
         return not_judged(NONE)
-    training, forwards = (sum(of) for of in zip(*map(_modes, every), strict=True))
+    training = sum(one["training_mode"] >= len(one["rows"]) for one in every)
     rate = max(seen["dropout"] for seen in subject.many)
     if training:
-        words = f"{training} of {forwards} forwards without gradients ran in training mode"
+        words = f"{training} of {len(every)} evaluations ran in training mode"
         advice = "Call model.eval() before an evaluation, and model.train() after it"
         if rate:
             return broken(f"{words}, with a dropout of {rate:g}", advice)
@@ -117,7 +117,7 @@ def is_held_out(subject: Subject) -> Finding:
         return broken(words, advice) if both == rows else note(words, advice)
     if words := _other_log(subject):
         return broken(words, "Look what the script's log and compute_metrics put in its place")
-    return holds(f"none of {len(rows)} evaluated rows is trained, in {forwards} forwards")
+    return holds(f"none of {len(rows)} evaluated rows is trained, in {len(every)} evaluations")
 
 
 def _other_log(subject: Subject) -> str:
@@ -139,10 +139,6 @@ def _other_log(subject: Subject) -> str:
                     f"its forwards have a mean of {mean:.4f}"
                 )
     return ""
-
-
-def _modes(one: Evaluation) -> tuple[int, int]:
-    return one["training_mode"], len(one["rows"])
 
 
 def _first_apart(subject: Subject) -> tuple[int, str, Kind] | None:

@@ -77,7 +77,8 @@ class Evaluations:
 
     def evaluates(self, module: torch.nn.Module, rows: list[int], value: float | None) -> None:
         """Note a forward without gradients, if it is an evaluation's."""
-        if module.training and self._few.loader is self.of_training:
+        # Before the first step, the values of a reference model may be made.
+        if not self._steps or (module.training and self._few.loader is self.of_training):
             return
         if not self._is_open:
             self._is_open, self._pass_of_sum = True, -1

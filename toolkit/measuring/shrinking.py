@@ -135,13 +135,16 @@ def most_parameters(ranks: int, *, rehearsal: bool) -> int:
 
 
 @contextmanager
-def shrinking(folder: Path, *, only_above: int | None = None) -> Iterator[SmallModels]:
+def shrinking(
+    folder: Path, *, only_above: int | None = None, keep: bool = False
+) -> Iterator[SmallModels]:
     """Give the script a small model wherever it loads or makes a causal LM that is large.
 
     Args:
-        folder: Of this rank alone; the small models lie in it, and it is removed.
+        folder: Of this rank alone; the small models lie in it.
         only_above: Parameters up to which a model stays as it is, where nobody asked for a small
             one; None: those of the largest small model.
+        keep: Whether the folder stays: a saved adapter names it as its base.
 
     Raises:
         UsageError: within, no small model can be made of one, or not as the script loads it.
@@ -189,7 +192,8 @@ def shrinking(folder: Path, *, only_above: int | None = None) -> Iterator[SmallM
     finally:
         for back in undo:
             back()
-        shutil.rmtree(folder, ignore_errors=True)
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 OF_THE_HUB: Final = (
