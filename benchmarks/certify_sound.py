@@ -21,8 +21,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -143,11 +143,28 @@ def main() -> int:
     cases = [case for case in CASES if case.name in names and case.is_unseen in unseen]
     results: list[Result] = []
     started = time.monotonic()
+    with prepared(arguments.keep) as folder:
+        print("| script | strategy | broken | notes | not judged |\n|---|---|---|---|---|")
+        for case in cases:
+            for strategy in arguments.strategies.split(","):
+                results.append(result_of(case, strategy, folder))
+                print(results[-1].line, flush=True)
+    lines = report(results, minutes=(time.monotonic() - started) / 60)
+    print("\n".join(lines))
+    if arguments.output is not None:
+        arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    bad = [one for one in results if not one.checks or one.has_false_alarm]
+    return 1 if bad else 0
+
+
+@contextmanager
+def prepared(keep: Path | None) -> Iterator[Path]:
+    """Give a folder for certificates in which `made` has a tiny model and its rows."""
     with ExitStack() as stack:
-        if arguments.keep is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sound-")))
+        if keep is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="certified-")))
         else:
-            folder = arguments.keep.absolute()
+            folder = keep.absolute()
             folder.mkdir(parents=True, exist_ok=True)
         made = folder / "made"
         if not made.exists():
@@ -162,17 +179,16 @@ def main() -> int:
         stack.enter_context(
             nullcontext() if gpus else warm_launches(run_environment(rehearsal=True))
         )
-        print("| script | strategy | broken | notes | not judged |\n|---|---|---|---|---|")
-        for case in cases:
-            for strategy in arguments.strategies.split(","):
-                results.append(result_of(case, strategy, folder))
-                print(results[-1].line, flush=True)
-    lines = report(results, minutes=(time.monotonic() - started) / 60)
-    print("\n".join(lines))
-    if arguments.output is not None:
-        arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    bad = [one for one in results if not one.checks or one.has_false_alarm]
-    return 1 if bad else 0
+        yield folder
+
+
+def made_when(program: str, minutes: float) -> str:
+    """Return when, where and with what a result was made."""
+    return (
+        f"{datetime.now(UTC):%Y-%m-%d}, `python benchmarks/{program}`, {minutes:.0f} minutes"
+        f" on {os.cpu_count()} cores ({platform.machine()}), two ranks that rehearse and one "
+        "process. " + ", ".join(f"{n} {v}" for n, v in environment.snapshot()["versions"].items())
+    )
 
 
 def result_of(case: Script, strategy: str, folder: Path) -> Result:
@@ -198,9 +214,7 @@ def report(results: Sequence[Result], *, minutes: float) -> list[str]:
     lines = [
         "# Sound scripts, certified",
         "",
-        f"{datetime.now(UTC):%Y-%m-%d}, `python benchmarks/certify_sound.py`, {minutes:.0f} minutes"
-        f" on {os.cpu_count()} cores ({platform.machine()}), two ranks that rehearse and one "
-        "process. " + ", ".join(f"{n} {v}" for n, v in environment.snapshot()["versions"].items()),
+        made_when("certify_sound.py", minutes),
         "",
         f"Kept back until the checks were mended: {', '.join(alone)}.",
         "",

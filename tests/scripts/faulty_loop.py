@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 from transformers import (
     ByT5Tokenizer,
     LlamaConfig,
@@ -20,11 +21,14 @@ parser.add_argument("fault")
 parser.add_argument("--accumulation", type=int, default=1)
 parser.add_argument("--clip", type=float, default=1.0)
 parser.add_argument("--ragged", action="store_true")
+parser.add_argument("--precision")
 args = parser.parse_args()
 fault = args.fault
 
 IGNORED, LENGTH = -100, 48
-accelerator = Accelerator(gradient_accumulation_steps=args.accumulation)
+accelerator = Accelerator(
+    gradient_accumulation_steps=args.accumulation, mixed_precision=args.precision
+)
 set_seed(0)
 tokenizer = ByT5Tokenizer()
 tokenizer.add_special_tokens({"bos_token": "<s>"})
@@ -85,6 +89,28 @@ if fault == "split_by_hand":
 loader = DataLoader(
     [row(number) for number in numbers], batch_size=2, shuffle=fault != "split_by_hand"
 )
+if fault == "samplers_seeded_apart":
+    ranks, at = accelerator.num_processes, accelerator.process_index
+    sampler = DistributedSampler(loader.dataset, ranks, at, seed=at)
+    loader = DataLoader(loader.dataset, batch_size=2, sampler=sampler)
+if fault == "norms_alone_on_joined_rows":
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    loader.collate_fn = lambda rows: {
+        name: torch.cat([row[name][row["attention_mask"].bool()] for row in rows])[None]
+        for name in rows[0]
+    }
+if fault == "size_0":
+
+    class Empty(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.empty = inner, torch.nn.Parameter(torch.zeros(0))
+
+        def forward(self, hidden):
+            return self.inner(hidden) + self.empty.sum()
+
+    model.model.layers[0].mlp = Empty(model.model.layers[0].mlp)
 
 if fault == "one_order":
 
@@ -95,6 +121,8 @@ if fault == "one_order":
             yield from map(row, random.Random(0).sample(numbers, len(numbers)))
 
     loader = DataLoader(Stream(), batch_size=2)
+if fault == "frozen_when_prepared":
+    model.requires_grad_(False)
 if fault == "new_tokens_frozen":
     weights = model.state_dict()
     model = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=weights).train()
@@ -102,7 +130,7 @@ if fault == "new_tokens_frozen":
     model.model.embed_tokens.requires_grad_(False)
 if fault == "frozen_written":
     model.model.norm.weight.requires_grad_(False)
-trained = [p for p in model.parameters() if p.requires_grad]
+trained = [p for p in model.parameters() if p.requires_grad] or list(model.parameters())
 if fault == "left_out_of_the_optimizer":
     trained = [p for name, p in model.named_parameters() if "layers.1" not in name]
 if fault == "optimizer_of_another_model":
@@ -111,7 +139,7 @@ optimizer = torch.optim.AdamW(trained, lr=1e-3)
 scheduler = get_linear_schedule_with_warmup(optimizer, 0, 12)
 if fault == "not_prepared":
     loader = accelerator.prepare(loader)
-elif fault == "every_rank_the_same_rows":
+elif fault in ("every_rank_the_same_rows", "samplers_seeded_apart"):
     set_seed(1)
     model, optimizer = accelerator.prepare(model, optimizer)
 else:
@@ -146,5 +174,6 @@ for batch in (batch for _ in range(epochs) for batch in loader):
         by_micro_batch = fault == "schedule_by_micro_batch"
         if accelerator.sync_gradients or by_micro_batch:
             scheduler.step()
-        optimizer.zero_grad()
+        if fault != "gradients_kept":
+            optimizer.zero_grad()
 accelerator.end_training()

@@ -31,6 +31,7 @@ from toolkit.certifying.checks import (
 )
 from toolkit.certifying.options import CertifyOptions
 from toolkit.certifying.subject import Check, Cut, Subject, worst_first
+from toolkit.certifying.trained_parameters import ENGAGED
 from toolkit.comparing.bisect.finding import Bisection, bisect
 from toolkit.comparing.bisect.run_pair import TracedRun
 from toolkit.comparing.run.folders import short_path
@@ -145,8 +146,14 @@ class _Certifying:
             return self._end(subject, [check for check in CHECKS if check.name == "saves"])
         if not many and outcome.status == "ok":
             return self._end(Subject(many=[], folder=self.folder, notes=self.notes), [PREPARED])
+        if not many and ENGAGED in (outcome.reason or ""):
+            refused = outcome.reason or ""
+            subject = Subject(many=[], folder=self.folder, notes=self.notes, refused=refused)
+            return self._end(subject, [check for check in CHECKS if check.name == "attested"])
         if not many or outcome.status not in ("ok", "refused"):
             reason = outcome.reason or "; ".join(self.notes[-2:])
+            cause = next((line for line in self.notes if "What helps: " in line), "")
+            reason += f". {cause}" if cause and outcome.reason else ""
             print_line(f"The script could not be judged: {reason}", console=self.console)
             return COULD_NOT_RUN
         read_back = self._read_back() if any(one["calls"] for one in saves) else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from toolkit.certifying.subject import Finding, Subject, broken, holds, not_judged, note
 
@@ -39,6 +40,8 @@ def same_draws(subject: Subject) -> Finding:
     known = [seen["draws"] for seen in subject.many]
     if len(known) < 2:
         return not_judged(ONE_RANK)
+    if all(seen["shard"] for seen in subject.many):
+        return _disjoint([seen["shard"] or [] for seen in subject.many])
     if not all(known):
         return not_judged("the loader has no batch sampler that all ranks share")
     common = min(len(draws or ()) for draws in known)
@@ -51,6 +54,19 @@ def same_draws(subject: Subject) -> Finding:
             "Leave the shuffling to a loader that Accelerator.prepare has seen, or seed it alike",
         )
     return holds(f"{common} batches are drawn alike on all ranks")
+
+
+def _disjoint(shards: Sequence[Sequence[int]]) -> Finding:
+    """Find rows that the distributed samplers of two ranks draw."""
+    times = Counter(row for shard in shards for row in shard)
+    often = [row for row, count in times.items() if count > 1]
+    if len(often) < len(shards):  # fewer fill up the last batch
+        return holds(f"the samplers of {len(shards)} ranks draw other rows each")
+    return broken(
+        f"the samplers of the ranks draw {len(often)} of {len(times):,} rows more than once: their "
+        "orders differ, and other rows are never read",
+        "Give DistributedSampler the same seed on every rank, or prepare a loader without one",
+    )
 
 
 def new_order(subject: Subject) -> Finding:
@@ -76,7 +92,21 @@ def each_once(subject: Subject) -> Finding:
         return not_judged("the model was given no tokens (B, T)")
     times = Counter(row for of_rank in read for row in of_rank)
     alone = Counter(row for seen in subject.one for forward in seen["rows"] for row in forward)
-    often = {row: count for row, count in times.items() if count > max(1, alone[row])}
+    # The last batch of a pass is filled up from its first one, where batches would be uneven.
+    begun = {row for of_rank in subject.many for row in of_rank["rows"][0]}
+    filled = Counter(
+        row
+        for seen in subject.many
+        for row in (seen["rows"][-1] if len(seen["rows"]) > 1 else ())
+        if row in begun
+    )
+    often = {row: count for row, count in times.items() if count - filled[row] > max(1, alone[row])}
+    if not often and (joined := next((s["joined"] for s in subject.many if s["joined"]), None)):
+        return note(
+            f"batches of {joined[0]} rows reach the model as {joined[1]}, without positions that "
+            "begin again: they are joined, or rows are left out",
+            "Look at what the collator returns: tensors of rows times tokens",
+        )
     if not often:
         return holds(f"{times.total()} rows in {subject.many[0]['steps']} steps, none twice")
     row = next(iter(often))

@@ -43,6 +43,9 @@ class Row:
     has_labels: bool
     """Whether the script passed labels of the tokens' shape; else none is trained."""
 
+    padding_before: int
+    """Tokens of the padding in front of the row."""
+
     padding_trained: int
     """Tokens of the padding that have a label."""
 
@@ -167,6 +170,7 @@ def _rows(rank: int, batch: Batch) -> Iterator[Row]:
             labels=of_row[begin:end],
             attended=mask[begin:end],
             has_labels=has_labels,
+            padding_before=begin,
             padding_trained=sum(label != IGNORED for label in outside),
         )
 

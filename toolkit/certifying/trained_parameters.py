@@ -40,11 +40,15 @@ def attested(subject: Subject) -> Finding:
 def trained_move(subject: Subject) -> Finding:
     """Find trained parameters that the steps left alone."""
     moved: dict[str, list[bool]] = {}
+    steps = subject.many[0]["steps"]
     for seen in subject.many:
         for name, parameter in seen["parameters"].items():
             if parameter["trained"] and parameter["moved"] is not None and parameter["elements"]:
-                moved.setdefault(name, []).append(parameter["moved"])
-    if not moved or not subject.many[0]["steps"]:
+                # A run that is refused in its first step has not counted it, and half of an
+                # adapter has a gradient of 0 in it.
+                has_moved = parameter["moved"] or (not steps and bool(parameter["stepped"]))
+                moved.setdefault(name, []).append(has_moved)
+    if not steps and not any(any(of_ranks) for of_ranks in moved.values()):
         return not_judged("no optimizer step was seen")
     if not any(rate for seen in subject.many for rate in seen["rates"]):
         return not_judged("the learning rate was 0 in every step")
@@ -52,9 +56,18 @@ def trained_move(subject: Subject) -> Finding:
     if still:
         return broken(
             f"{len(still)} of {len(moved)} trained parameters never moved in "
-            f"{subject.many[0]['steps']} steps, the first is {still[0]}",
+            f"{max(1, steps)} steps, the first is {still[0]}",
             "Make the optimizer after the model is changed, from the parameters that are prepared, "
             "and look whether the loss depends on them",
+        )
+    trained = {n: p for n, p in subject.many[0]["parameters"].items() if p["trained"]}
+    if max(parameter["dims"] for parameter in trained.values()) < 2:
+        elements = sum(parameter["elements"] for parameter in trained.values())
+        every = sum(p["elements"] for p in subject.many[0]["parameters"].values())
+        return note(
+            f"only norms and biases are trained, {elements:,} of {every:,} weights, the first is "
+            f"{next(iter(trained))}",
+            "Look at the condition by which parameters are frozen",
         )
     return holds(f"all {len(moved)} trained parameters moved")
 
@@ -88,6 +101,12 @@ def optimizer_has_all(subject: Subject, evidence: Evidence) -> Finding:
     ]
     if not given:
         return not_judged("the optimizer holds other tensors than the model's parameters")
+    if kept := max(seen["kept_gradients"] for seen in subject.many):
+        return broken(
+            f"{kept} of {subject.many[0]['steps']} steps begin with gradients of the step before, "
+            "which add up",
+            "Call optimizer.zero_grad() in each step",
+        )
     missing = [name for name in trained if name not in given]
     twice = [name for name, count in given.items() if count > 1]
     if missing or twice:

@@ -112,6 +112,14 @@ def padding(subject: Subject, rows: list[Row]) -> Finding:
             f"padding is trained: {counted(wrong, len(rows))}",
             "Set the labels of padding to -100, by the attention mask and not by the token's id",
         )
+    moved = [row.place for row in rows if row.padding_before and row.labels[:1] != [IGNORED]]
+    others = [row for row in rows if not row.padding_before]
+    if moved and others and all(row.labels[:1] == [IGNORED] for row in others):
+        return note(
+            "rows with padding in front are trained from their first token, and of rows without it "
+            f"the beginning is masked: {counted(moved, len(rows))}",
+            "Count the prompt's tokens from where the row begins, or mask it before it is padded",
+        )
     return holds(f"no padding of {len(rows)} rows has a label")
 
 

@@ -57,7 +57,12 @@ class Replicated(Backend):
         # All wrappers keep the model as their only child, under this name. So may a user's own
         # model, which is no wrapper: of several ranks DDP would stand around it.
         looks_wrapped = [child for child, _ in self._model.named_children()] == ["module"]
-        return name if looks_wrapped and world_size() > 1 else "none"
+        if world_size() == 1:
+            return "none"
+        if looks_wrapped:
+            return name
+        trains = any(p.requires_grad for p in self._model.parameters())
+        return "none" if trains else "none, since no parameter requires a gradient"
 
     def reduce_dtype(self) -> torch.dtype | None:
         if not isinstance(self._model, DistributedDataParallel):

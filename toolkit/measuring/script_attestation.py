@@ -129,6 +129,8 @@ def watch(
             recorder.prepared(self, script.models[0], script.optimizers[0])
             recorder.first_step_alone()
             if observer is not None:
+                if self.mixed_precision in COMPUTE_DTYPES:  # a script may ask for it by itself
+                    observer.keeper.described["precision"] = self.mixed_precision
                 observer.prepared(script.models[0], script.optimizers[0])
             if few is not None:  # after the observer: what it counts as done is over
                 few.prepared(script.models[0], script.optimizers[0])

@@ -22,11 +22,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from toolkit.engines.backend import backend_of
 from toolkit.engines.hooks import Undo, replace_method
 from toolkit.engines.optimizers import optimizer_of
-from toolkit.engines.tensors import elements_of, named_parameters
+from toolkit.engines.tensors import elements_of, local, named_parameters, shape_of
 from toolkit.engines.wrapped import world_size
 from toolkit.engines.wrappers import innermost
 from toolkit.launching.ranks import rank
@@ -61,6 +62,9 @@ WORKERS: Final = "workers-"
 
 EXAMINED: Final = 512
 """Rows of the data set that trains with which the evaluated ones are compared."""
+
+SHARD: Final = 10_000
+"""Rows of a rank's part of the data set that ranks compare."""
 
 ANSWER: Final = "certain"
 """Content of a turn by which the end of a turn is found in what the template writes."""
@@ -101,6 +105,8 @@ class ScriptObserver:
         self._prepared_schedule = False
         self._packed: dict[str, Any] | None = None
         self._leak: float | None = None
+        self._joined: list[int] | None = None
+        self._kept_gradients = self._looked_at = 0
 
     def __deepcopy__(self, _: Any) -> Any:
         return self  # a script may copy a model with its hooks
@@ -222,6 +228,9 @@ class ScriptObserver:
         if self._model is None:
             return
         now = dict(sums(self._model))
+        stepped = {id(tensor) for tensor in optimizer_of(self._optimizer).state}
+        if not any(id(parameter) in stepped for parameter in self._model.parameters()):
+            stepped = None
         self._folder.mkdir(parents=True, exist_ok=True)
         content = Observation(
             schema=SCHEMA,
@@ -242,10 +251,12 @@ class ScriptObserver:
             parameters={
                 name: Parameter(
                     elements=elements_of(parameter),
+                    dims=len(shape_of(parameter)),
                     trained=parameter.requires_grad,
                     moved=now[name] != self._sums[name]
                     if name in self._sums & now.keys()
                     else None,
+                    stepped=None if stepped is None else id(parameter) in stepped,
                 )
                 for name, parameter in named_parameters(self._model)
             },
@@ -256,6 +267,9 @@ class ScriptObserver:
             trained_rows=self._trained_rows(),
             workers=_drawn_by_workers(self._folder),
             places=self._few.places,
+            kept_gradients=self._kept_gradients,
+            joined=self._joined,
+            shard=_shard_of(self._evaluations.of_training),
             draws=self._draws,
             data=self._data,
         )
@@ -268,6 +282,7 @@ class ScriptObserver:
         tokens = inputs.get("input_ids")
         if _is_batch(tokens) and len(self._passes) < ROWS_OF_DATA:
             self._passes.append((loader, list(_hashes(tokens, _mask_of(inputs, tokens)))))
+            self._joined = self._joined or _joined(loader, inputs, len(tokens))
 
     def _passes_of_training(self) -> Iterator[list[int]]:
         """Yield the first rows of each pass over the loader that gave the first micro-batch."""
@@ -293,7 +308,7 @@ class ScriptObserver:
             self._rows.append(list(_hashes(tokens, mask)))
         if len(self._batches) < MICRO_BATCHES:
             positions = inputs.get("position_ids")
-            restarts = _is_batch(positions) and bool((positions[:, 1:] < positions[:, :-1]).any())
+            restarts = _restarts(positions)
             if restarts and self._packed is None and not arguments:
                 self._packed = dict(inputs)
             self._batches.append(
@@ -310,6 +325,10 @@ class ScriptObserver:
     ) -> None:
         if torch.is_grad_enabled():
             self.keeper.micro_batch(None, inputs.get("labels"))
+            made = [getattr(output, name, None) for name in ("loss", "logits")]
+            made = [one for one in made if isinstance(one, torch.Tensor) and one.requires_grad]
+            if made and self._looked_at < self._steps and not self._few.is_done:
+                made[0].register_hook(self._goes_back)
             return
         tokens = inputs.get("input_ids", arguments[0] if arguments else None)
         if _is_batch(tokens) and inputs.get("past_key_values") is None:
@@ -321,6 +340,13 @@ class ScriptObserver:
                 list(_hashes(tokens, _mask_of(inputs, tokens))),
                 None if value is None else float(value),
             )
+
+    def _goes_back(self, _: torch.Tensor) -> None:
+        """Look for what is left of the step before, when the first backward of a step begins."""
+        if self._looked_at < self._steps:
+            self._looked_at = self._steps
+            held = (local(p.grad) for p in self._model.parameters() if p.grad is not None)
+            self._kept_gradients += any(bool(gradient.any()) for gradient in held)
 
     def _begins(self) -> None:
         if not self._few.is_done:
@@ -426,6 +452,28 @@ def _turn_end(tokenizer: Any, stops: set[int]) -> list[int]:
 
 def _is_batch(value: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
+
+
+def _restarts(positions: Any) -> bool:
+    """Whether positions begin again within a row."""
+    return _is_batch(positions) and bool((positions[:, 1:] < positions[:, :-1]).any())
+
+
+def _joined(loader: Any, inputs: Any, given: int) -> list[int] | None:
+    """Return how many rows a loader draws for a batch, where it gives fewer."""
+    sampler, data = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
+    drawn = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None) or 0
+    is_last = not hasattr(data, "__len__") or len(data) < drawn * world_size()
+    packed = any(name.startswith(("cu_seq", "seq_idx")) for name in inputs)
+    if given >= drawn or is_last or packed or _restarts(inputs.get("position_ids")):
+        return None
+    return [drawn, given]
+
+
+def _shard_of(loader: Any) -> list[int] | None:
+    """Return the first rows that a distributed sampler draws; it draws the same each time."""
+    sampler = getattr(loader, "sampler", None)
+    return [*islice(sampler, SHARD)] if isinstance(sampler, DistributedSampler) else None
 
 
 def _mask_of(inputs: Any, tokens: torch.Tensor) -> torch.Tensor | None:

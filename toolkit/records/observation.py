@@ -57,9 +57,14 @@ class Tokens(TypedDict):
 
 class Parameter(TypedDict):
     elements: int
+    dims: int
     trained: bool
     moved: bool | None
     """Whether the steps changed this rank's part; null where it holds none."""
+
+    stepped: bool | None
+    """Whether the optimizer has a state of it, as of each that had a gradient; null where it holds
+    other tensors than the model."""
 
 
 class Evaluation(TypedDict):
@@ -149,6 +154,17 @@ class Observation(TypedDict):
 
     places: dict[str, str]
     """Lines of the script, by what they made or called."""
+
+    kept_gradients: int
+    """Steps whose first backward found gradients of the step before."""
+
+    joined: list[int] | None
+    """Rows that the loader draws for a batch, and those of the tensor that it gives: where these
+    are fewer, and no positions begin again in it."""
+
+    shard: list[int] | None
+    """Numbers of the first rows that a sampler of torch.distributed draws for this rank; null where
+    the loader that trains has none."""
 
     draws: list[int] | None
     """Hash of each of the first batches that the prepared loader draws for all ranks; null where it
