@@ -11,7 +11,7 @@ import json
 import random
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import ExitStack, suppress
 from itertools import count, islice
 from pathlib import Path
@@ -463,7 +463,7 @@ def _joined(loader: Any, inputs: Any, given: int) -> list[int] | None:
     """Return how many rows a loader draws for a batch, where it gives fewer."""
     sampler, data = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
     drawn = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None) or 0
-    is_last = not hasattr(data, "__len__") or len(data) < drawn * world_size()
+    is_last = not isinstance(data, Sized) or len(data) < drawn * world_size()
     packed = any(name.startswith(("cu_seq", "seq_idx")) for name in inputs)
     if given >= drawn or is_last or packed or _restarts(inputs.get("position_ids")):
         return None
