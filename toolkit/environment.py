@@ -5,6 +5,8 @@ CUDA is never initialised, and git is asked by `commit` alone.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import platform
 import re
@@ -337,6 +339,31 @@ def versions() -> dict[str, str]:
     return versions
 
 
+def stack_key() -> str:
+    """Return a name for the releases and the machine that decide what `toolkit verify` finds."""
+    deciding = {
+        name: one for name, one in versions().items() if name not in ("datasets", "toolkit")
+    }
+    cards: list[str] = []
+    with suppress(UsageError):
+        cards = [gpu.name for gpu in gpus()]
+    machine = [platform.machine(), platform.system(), *cards]
+    return hashlib.sha256(json.dumps([deciding, machine], sort_keys=True).encode()).hexdigest()[:12]
+
+
+def stack_file() -> Path:
+    """Return the file of what `toolkit verify` found for these releases on this machine."""
+    return cache_root() / "verified" / f"{stack_key()}.json"
+
+
+def verified() -> str | None:
+    """Return what `toolkit verify` found for these releases here, in words; None: not run."""
+    try:
+        return str(json.loads(stack_file().read_text(encoding="utf-8"))["words"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
 @cache
 def commit() -> str | None:
     """Return the commit of the checkout that holds this package, `+changes` if it has any.
@@ -387,6 +414,7 @@ def snapshot() -> dict[str, Any]:
         "platform": platform.platform(),
         "compiler": has_compiler(),
         "versions": versions(),
+        "verified": verified(),
         "commit": commit(),
     }
 

@@ -183,7 +183,11 @@ def run(cell: dict[str, Any], place: str) -> dict[str, Any]:
                 found.append(json.load(file))
     first = next((one for one in found if one["answer"] != "right"), None)
     if first is None and any(ended.values()):
-        words = f"rank {killed[0]} did not end" if killed else f"a rank ended with {max(ended.values(), key=abs)}"
+        words = (
+            f"rank {killed[0]} did not end"
+            if killed
+            else f"a rank ended with {max(ended.values(), key=abs)}"
+        )
         first = {"answer": "raised", "words": words}
     first = first or found[0]
     if first["answer"] == "right":
@@ -307,14 +311,16 @@ def true_gradients(
     """Return the gradients of one process: a mean over batches, or over all of their tokens."""
     import torch
 
-    model = model_of({key: cell[key] for key in ("tied", "reused", "frozen", "lora") if key in cell})
+    model = model_of(
+        {key: cell[key] for key in ("tied", "reused", "frozen", "lora") if key in cell}
+    )
     for name, parameter in model.named_parameters():
         parameter.data.copy_(weights[name])
     if cell.get("precision") == "bf16":
         model.to(torch.bfloat16)
     total: dict[str, Any] = {}
     counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
-    for batch, count in zip(batches, counts):
+    for batch, count in zip(batches, counts, strict=True):
         share = count / sum(counts) if tokens else 1 / len(batches)
         with torch.autocast("cpu", torch.bfloat16, cell.get("precision") == "autocast"):
             loss = model(**batch).loss
@@ -355,7 +361,9 @@ def judge(
         raise Wrong(f"step {step}: {moved[0]} is frozen, and was changed")
     size = norm_of(truth.values())
     error = norm_of(update[name] - one for name, one in truth.items()) / size
-    along = sum(float((update[n].double() * one.double()).sum()) for n, one in truth.items()) / size**2
+    along = (
+        sum(float((update[n].double() * one.double()).sum()) for n, one in truth.items()) / size**2
+    )
     if not error <= limit or (not exact and abs(along - 1) > SIZE):
 
         def off(name: str) -> float:
@@ -371,9 +379,7 @@ def judge(
     return {"error": error, "size": along, "norm": true_norm}
 
 
-def trained(
-    cell: dict[str, Any], engine: Any, steps: int = 2, first: int = 0
-) -> dict[str, Any]:
+def trained(cell: dict[str, Any], engine: Any, steps: int = 2, first: int = 0) -> dict[str, Any]:
     """Train, hold each step against one process, and return the largest error."""
     import torch.distributed as dist
 
@@ -410,7 +416,9 @@ class Engine:
             groups = [groups[0][::2], groups[0][1::2]]
         options = [{"params": group, "lr": 1.0 / (1 + at)} for at, group in enumerate(groups)]
         names = {id(p): plain(name) for name, p in model.named_parameters()}
-        self.of_group = {names[id(p)]: 1.0 / (1 + at) for at, group in enumerate(groups) for p in group}
+        self.of_group = {
+            names[id(p)]: 1.0 / (1 + at) for at, group in enumerate(groups) for p in group
+        }
         if "adam" in self.cell:
             from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -496,7 +504,9 @@ def whole_of_deepspeed(parameter: Any) -> Any:
     from deepspeed.utils import safe_get_full_fp32_param
 
     full = None
-    if parameter.requires_grad and (hasattr(parameter, "_z3_optimizer") or not hasattr(parameter, "ds_id")):
+    if parameter.requires_grad and (
+        hasattr(parameter, "_z3_optimizer") or not hasattr(parameter, "ds_id")
+    ):
         full = safe_get_full_fp32_param(parameter)
     if full is None:
         gathered = contextlib.nullcontext()
@@ -619,7 +629,6 @@ def difference(wanted: Any, found: Any, names: set[str], words: str) -> float:
 
 def trainer_cell(cell: dict[str, Any], place: str) -> dict[str, Any]:
     """Train two steps with the Trainer, on rows with different numbers of tokens to learn."""
-    import torch
     import torch.distributed as dist
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -683,9 +692,7 @@ def trainer_cell(cell: dict[str, Any], place: str) -> dict[str, Any]:
             seen.append({n: inputs[n].cpu().clone() for n in ("input_ids", "labels")})
             return super().compute_loss(model, inputs, *rest, **named)
 
-    trainer = Seeing(
-        model=model, args=arguments, train_dataset=rows, callbacks=[Watch()]
-    )
+    trainer = Seeing(model=model, args=arguments, train_dataset=rows, callbacks=[Watch()])
     trainer.train()
     found: dict[str, Any] = {"error": 0.0}
     for step in (1, 2):
