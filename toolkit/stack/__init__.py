@@ -11,12 +11,13 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from toolkit import environment
+from toolkit.strategies import Strategy
 
 KNOWN_BAD: Final = Path(__file__).with_name("known_bad.toml")
 MEASURED: Final = Path(__file__).with_name("measured.json")
@@ -33,21 +34,28 @@ def known_faults() -> list[Fault]:
     return known + json.loads(MEASURED.read_text(encoding="utf-8"))
 
 
-def faults_of(versions: Mapping[str, str] | None = None) -> list[Fault]:
-    """Return the faults of releases, of the installed ones if none are named."""
-    versions = environment.versions() if versions is None else versions
-    return [fault for fault in known_faults() if _is_of(fault, versions)]
+def faults_of(versions: Mapping[str, str] | None = None, *, loud: bool = False) -> list[Fault]:
+    """Return the faults of releases, of the installed ones if none are named.
 
-
-def warnings(settings: Settings, versions: Mapping[str, str] | None = None) -> list[str]:
-    """Return a sentence for each fault of the releases that a config meets, with what to do."""
+    Those that end a run with an error are among them with `loud` alone.
+    """
     versions = environment.versions() if versions is None else versions
     return [
-        f"{fault['package']} {versions[fault['package']]}: {fault['text']} ({fault['link']}). "
-        f"{advice([fault])}"
-        for fault in faults_of(versions)
-        if _is_met(fault.get("where", {}), settings)
+        fault
+        for fault in known_faults()
+        if _is_of(fault, versions) and (loud or not fault.get("raises"))
     ]
+
+
+def met(settings: Settings, versions: Mapping[str, str] | None = None) -> list[Fault]:
+    """Return the faults of the releases that a config meets."""
+    return [fault for fault in faults_of(versions) if _is_met(fault.get("where", {}), settings)]
+
+
+def sentence(fault: Fault, versions: Mapping[str, str] | None = None) -> str:
+    """Return what a fault does to a training, with its release and its thread."""
+    version = (environment.versions() if versions is None else versions)[fault["package"]]
+    return f"{fault['package']} {version}: {fault['text']} ({fault['link']})."
 
 
 def advice(faults: Iterable[Fault]) -> str:
@@ -65,7 +73,7 @@ def settings_of_deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
     def value(*keys: str) -> Any:
         part: Any = config
         for key in keys:
-            part = part.get(key) if isinstance(part, Mapping) else None
+            part = cast("Any", part).get(key) if isinstance(part, Mapping) else None
         return None if part == "auto" else part
 
     accumulation = value("gradient_accumulation_steps")
@@ -81,6 +89,23 @@ def settings_of_deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
         "accumulates_in": value("data_types", "grad_accum_dtype") or "default",
         "overlaps": bool(value("zero_optimization", "overlap_comm")) or stage == 3,
         "precision": precision,
+    }
+
+
+def settings_of(
+    strategy: Strategy, *, accumulation: int, precision: str | None, adapters: bool
+) -> dict[str, Any]:
+    """Return what a training under a strategy of ours says of them."""
+    return {
+        "backend": strategy.backend,
+        "stage": strategy.zero_stage,
+        "offloads": strategy.offload_optimizer != "none",
+        "accumulates": accumulation > 1,
+        "accumulates_in": "default",
+        "overlaps": strategy.zero_stage == 3,
+        "precision": "fp32" if precision == "no" else precision,
+        "adapters": adapters,
+        "reuses": False,
     }
 
 

@@ -12,17 +12,17 @@ must do to them.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import gc
 import importlib
 import inspect
 import json
 import math
+import multiprocessing
+import multiprocessing.connection
 import os
 import platform
 import shutil
-import signal
 import socket
 import sys
 import time
@@ -30,13 +30,24 @@ import traceback
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+Cell = dict[str, Any]
+Weights = dict[str, Any]
+
+GIVEN: dict[str, Any] = {}
+"""The cells, whether defaults are asked for, and the settings that all cells share."""
+
 RANKS = 2
 ROWS, LENGTH, VOCABULARY = 2, 12, 64
 PACKAGES = ("torch", "accelerate", "transformers", "deepspeed", "peft")
-MODULES = {
-    "loop": ["accelerate.utils.fsdp_utils"],
-    "trainer": ["transformers.trainer", "transformers.integrations.deepspeed"],
-    "load": ["transformers.models.mixtral.modeling_mixtral", "transformers.integrations.deepspeed"],
+NEEDS = {
+    "deepspeed": [],
+    "loop": ["accelerate", "accelerate.utils.fsdp_utils"],
+    "trainer": ["accelerate", "transformers.trainer"],
+    "load": ["transformers.models.mixtral.modeling_mixtral"],
 }
 EXACT, ROUNDED = 1e-3, 0.12
 """Limits of an error against the size of the true update: in fp32, and where bf16 rounds it. Sound
@@ -58,9 +69,7 @@ class Wrong(Exception):
 
 def main(cells_file: str, results_file: str) -> None:
     with open(cells_file, encoding="utf-8") as file:
-        cells = json.load(file)
-    import torch
-
+        GIVEN.update(json.load(file))
     # Neither a thread nor CUDA may be there when ranks are forked.
     torch.set_num_threads(1)
     on_gpus = torch.cuda.device_count() >= RANKS
@@ -68,19 +77,15 @@ def main(cells_file: str, results_file: str) -> None:
         os.environ |= {
             "CUDA_VISIBLE_DEVICES": "",
             "DS_ACCELERATOR": "cpu",
-            "ACCELERATE_TORCH_DEVICE": "cpu",
-            "ACCELERATE_BYPASS_DEVICE_MAP": "true",
             "LOCAL_SIZE": str(RANKS),
         }
-    missing = {}
-    for package in PACKAGES:
+        os.environ |= {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_BYPASS_DEVICE_MAP": "true"}
+    missing: dict[str, str] = {}
+    for name in dict.fromkeys(name for cell in GIVEN["cells"] for name in needs(cell)):
         try:
-            importlib.import_module(package)
+            importlib.import_module(name)
         except Exception as error:
-            missing[package] = f"{type(error).__name__}: {error}"
-    for module in {name for cell in cells for name in MODULES.get(cell["through"], [])}:
-        with contextlib.suppress(Exception):  # the cell will say so
-            importlib.import_module(module)
+            missing[name] = f"{name}: {type(error).__name__}: {error}"
     if not on_gpus:
         act_on_cpu()
     gc.freeze()
@@ -90,13 +95,13 @@ def main(cells_file: str, results_file: str) -> None:
             file.write(json.dumps(value) + "\n")
             file.flush()
 
-        write(versions=versions(), transport="nccl" if on_gpus else "gloo", defaults=defaults())
-        for cell in cells:
+        moving = defaults() if GIVEN["defaults"] else {}
+        write(versions=versions(), transport="nccl" if on_gpus else "gloo", defaults=moving)
+        for cell in GIVEN["cells"]:
             started = time.monotonic()
-            absent = [package for package in needs(cell) if package in missing]
-            if absent:
-                found = {"answer": "not run", "words": f"{absent[0]}: {missing[absent[0]]}"}
-            else:
+            absent = [missing[name] for name in needs(cell) if name in missing]
+            found = {"answer": "not run", "words": "; ".join(absent)}
+            if not absent:
                 found = run(cell, f"{results_file}.{cell['name']}")
             write(cell=cell["name"], seconds=round(time.monotonic() - started, 2), **found)
 
@@ -109,107 +114,75 @@ def versions() -> dict[str, str]:
     return found
 
 
-def needs(cell: dict[str, Any]) -> list[str]:
-    through = cell["through"]
-    deepspeed = ["deepspeed"] if "stage" in cell else []
-    accelerate = ["accelerate"] if through in ("loop", "trainer") else []
-    return ["torch", "transformers", *deepspeed, *accelerate, *(["peft"] if "lora" in cell else [])]
+def needs(cell: Cell) -> list[str]:
+    deepspeed = ["deepspeed", "transformers.integrations.deepspeed"] if "stage" in cell else []
+    return [*NEEDS[cell["through"]], *deepspeed, *(["peft"] if "lora" in cell else [])]
 
 
 def defaults() -> dict[str, str]:
     """Return defaults that a config leaves to the libraries, by name."""
-    found: dict[str, str] = {}
-    for module, name in (
-        ("transformers", "TrainingArguments"),
-        ("accelerate.utils", "FullyShardedDataParallelPlugin"),
-        ("accelerate.utils", "DeepSpeedPlugin"),
-        ("accelerate.utils", "DataLoaderConfiguration"),
-    ):
-        with contextlib.suppress(Exception):
-            fields = dataclasses.fields(getattr(importlib.import_module(module), name))
-            found |= {f"{name}.{f.name}": f.default for f in fields}  # type: ignore[dict-item]
+    found: dict[str, Any] = {}
+    accelerate = ("FullyShardedDataParallelPlugin", "DeepSpeedPlugin", "DataLoaderConfiguration")
     with contextlib.suppress(Exception):
-        import accelerate
-
-        arguments = inspect.signature(accelerate.Accelerator).parameters.values()
-        found |= {f"Accelerator.{argument.name}": argument.default for argument in arguments}
+        classes = [
+            getattr(importlib.import_module("accelerate.utils"), name) for name in accelerate
+        ]
+        for one in [*classes, importlib.import_module("transformers").TrainingArguments]:
+            found |= {f"{one.__name__}.{f.name}": f.default for f in dataclasses.fields(one)}
+        arguments = inspect.signature(importlib.import_module("accelerate").Accelerator).parameters
+        found |= {f"Accelerator.{name}": one.default for name, one in arguments.items()}
     with contextlib.suppress(Exception):
         from deepspeed.runtime.config import DeepSpeedConfig
 
         for stage in (2, 3):
             given = {"train_batch_size": 1, "zero_optimization": {"stage": stage}}
-            config = DeepSpeedConfig({**given, "bf16": {"enabled": True}})
-            for name, value in vars(config).items():
+            for name, value in vars(DeepSpeedConfig(given | {"bf16": {"enabled": True}})).items():
                 parts = vars(value) if hasattr(value, "model_dump") else {"": value}
-                found |= {
-                    f"deepspeed stage {stage}: {name}{'.' * bool(part)}{part}": one
-                    for part, one in parts.items()
-                }
+                place = f"deepspeed stage {stage}: {name}"
+                found |= {f"{place}.{part}".rstrip("."): one for part, one in parts.items()}
     plain = (bool, int, float, str, type(None))
     return {name: repr(one) for name, one in found.items() if isinstance(one, plain)}
 
 
-def run(cell: dict[str, Any], place: str) -> dict[str, Any]:
-    """Fork the ranks of a cell, and return what its first rank found."""
-    shutil.rmtree(place, ignore_errors=True)
+def run(cell: Cell, place: str) -> dict[str, Any]:
+    """Fork the ranks of a cell, and return what the first one found that is not right."""
     os.makedirs(place)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ranks = {}
-    for rank in range(RANKS):
-        if (process := os.fork()) == 0:
-            in_rank(cell, rank, port, place)
-        ranks[process] = rank
-    ended, killed = {}, None
-    give_up = time.monotonic() + float(os.environ.get("VERIFY_SECONDS", SECONDS))
-    while len(ended) < RANKS:
-        process, status = os.waitpid(-1, os.WNOHANG)
-        if process in ranks:
-            ended[ranks[process]] = os.waitstatus_to_exitcode(status)
-            if status:
-                give_up = min(give_up, time.monotonic() + 3)
-        elif not process:
-            time.sleep(0.02)
-        if killed is None and time.monotonic() > give_up:
-            killed = [rank for process, rank in ranks.items() if rank not in ended]
-            for process, rank in ranks.items():
-                if rank not in ended:
-                    os.kill(process, signal.SIGKILL)
-    found = []
-    for rank in sorted(ended, key=lambda rank: (rank in (killed or []), rank)):
-        with contextlib.suppress(OSError, ValueError):
-            with open(f"{place}/{rank}.json", encoding="utf-8") as file:
-                found.append(json.load(file))
-    first = next((one for one in found if one["answer"] != "right"), None)
-    if first is None and any(ended.values()):
-        words = (
-            f"rank {killed[0]} did not end"
-            if killed
-            else f"a rank ended with {max(ended.values(), key=abs)}"
-        )
-        first = {"answer": "raised", "words": words}
-    first = first or found[0]
-    if first["answer"] == "right":
-        shutil.rmtree(place, ignore_errors=True)
-    return first
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=in_rank, args=(cell, at, port, place)) for at in range(RANKS)]
+    for rank in ranks:
+        rank.start()
+    give_up = time.monotonic() + SECONDS
+    while (alive := [rank for rank in ranks if rank.is_alive()]) and time.monotonic() < give_up:
+        multiprocessing.connection.wait([rank.sentinel for rank in alive], 0.5)
+        if any(rank.exitcode for rank in ranks):
+            give_up = min(give_up, time.monotonic() + 3)  # it may say something better
+    late = [at for at, rank in enumerate(ranks) if rank.is_alive()]
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    codes = [rank.exitcode for rank in ranks]
+    words = f"rank {late[0]} did not end" if late else f"the ranks ended with {codes}"
+    found: list[dict[str, Any]] = []
+    for at in range(RANKS):
+        with contextlib.suppress(OSError, ValueError), open(f"{place}/{at}.json") as file:
+            found.append(json.load(file))
+    if any(codes):
+        found.append({"answer": "raised", "words": words})
+    shutil.rmtree(place)
+    return next((one for one in found if one["answer"] != "right"), found[0])
 
 
-def in_rank(cell: dict[str, Any], rank: int, port: int, place: str) -> None:
+def in_rank(cell: Cell, rank: int, port: int, place: str) -> None:
     """Become a rank of a cell, write what it found, and leave."""
     code = 1
     try:
-        log = os.open(f"{place}/{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(RANKS),
-            "LOCAL_WORLD_SIZE": str(RANKS),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
+        os.environ |= {name: str(RANKS) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         try:
             found = {"answer": "right", **CELLS[cell["through"]](cell, place)}
         except Wrong as error:
@@ -221,8 +194,6 @@ def in_rank(cell: dict[str, Any], rank: int, port: int, place: str) -> None:
         code = int(found["answer"] == "raised")
         with open(f"{place}/{rank}.json", "w", encoding="utf-8") as file:
             json.dump(found, file)
-        sys.stdout.flush()
-        sys.stderr.flush()
     finally:
         os._exit(code)
 
@@ -242,32 +213,18 @@ def act_on_cpu() -> None:
         # As an attribute of deepspeed.comm, `torch` is torch itself.
         ranks: Any = importlib.import_module("deepspeed.comm.torch")
         ranks.build_shm_op = lambda: None
-    import transformers.training_args
-
-    transformers.training_args.is_torch_bf16_gpu_available = lambda: True
-    transformers.utils.is_torch_bf16_gpu_available = lambda: True
+    for module in ("transformers.utils", "transformers.training_args"):
+        with contextlib.suppress(ImportError):
+            vars(importlib.import_module(module))["is_torch_bf16_gpu_available"] = lambda: True
 
 
 # What every cell has: a model, batches, the truth and the judge.
 
 
-def model_of(cell: dict[str, Any], seed: int = 0) -> Any:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+def model_of(cell: Cell, seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        initializer_range=0.2,
-        tie_word_embeddings=cell.get("tied", False),
-        use_cache=False,
-    )
+    tied = cell.get("tied", False)
+    config = LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=tied, **GIVEN["model"])
     model = LlamaForCausalLM(config)
     if cell.get("reused"):
         model.model.layers[1] = model.model.layers[0]
@@ -282,17 +239,13 @@ def model_of(cell: dict[str, Any], seed: int = 0) -> Any:
         lora = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
         model = get_peft_model(model, lora)
     if "reentrant" in cell:
-        kinds = {"use_reentrant": cell["reentrant"]}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kinds)
-        if cell["reentrant"]:
-            model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": cell["reentrant"]})
+        model.enable_input_require_grads()
     return model.train()
 
 
 def batch_of(step: int, micro: int, rank: int) -> dict[str, Any]:
-    """Return rows of one rank; the number of tokens to learn differs between ranks and batches."""
-    import torch
-
+    """Return the rows of a rank."""
     chance = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
     tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=chance)
     return {"input_ids": tokens, "labels": tokens.clone()}
@@ -306,19 +259,15 @@ def plain(name: str) -> str:
 
 
 def true_gradients(
-    cell: dict[str, Any], weights: dict[str, Any], batches: list[Any], tokens: bool = False
-) -> dict[str, Any]:
+    cell: Cell, weights: Weights, batches: list[Any], tokens: bool = False
+) -> Weights:
     """Return the gradients of one process: a mean over batches, or over all of their tokens."""
-    import torch
-
-    model = model_of(
-        {key: cell[key] for key in ("tied", "reused", "frozen", "lora") if key in cell}
-    )
+    model = model_of({name: value for name, value in cell.items() if name != "reentrant"})
     for name, parameter in model.named_parameters():
         parameter.data.copy_(weights[name])
     if cell.get("precision") == "bf16":
         model.to(torch.bfloat16)
-    total: dict[str, Any] = {}
+    total: Weights = {}
     counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
     for batch, count in zip(batches, counts, strict=True):
         share = count / sum(counts) if tokens else 1 / len(batches)
@@ -337,109 +286,62 @@ def norm_of(tensors: Any) -> float:
 
 
 def judge(
-    cell: dict[str, Any],
-    step: int,
-    before: dict[str, Any],
-    after: dict[str, Any],
-    gradients: dict[str, Any],
-    norm: float | None,
-    rates: dict[str, float],
+    cell: Cell, step: int, weights: list[Weights], gradients: Weights, norm: Any, rates: Any
 ) -> dict[str, float]:
     """Hold the update of a step against the true one.
 
     Raises:
         Wrong: it is another one.
     """
-    exact = cell.get("precision", "fp32") == "fp32"
+    exact = "precision" not in cell
     limit = EXACT if exact else ROUNDED
     true_norm = norm_of(gradients.values())
-    scale = min(1.0, cell["clip"] / (true_norm + 1e-6)) if cell.get("clip") else 1.0
+    scale = min(1.0, cell.get("clip", math.inf) / (true_norm + 1e-6))
     truth = {name: scale * rates.get(name, 1.0) * one for name, one in gradients.items()}
-    update = {name: before[name] - after[name] for name in before}
-    moved = [name for name, one in update.items() if name not in truth and bool(one.any())]
-    if moved:
+    update = {name: one - weights[1][name] for name, one in weights[0].items()}
+    if moved := [name for name in update.keys() - truth.keys() if update[name].any()]:
         raise Wrong(f"step {step}: {moved[0]} is frozen, and was changed")
+    off = {name: norm_of([update[name] - one]) for name, one in truth.items()}
     size = norm_of(truth.values())
-    error = norm_of(update[name] - one for name, one in truth.items()) / size
-    along = (
-        sum(float((update[n].double() * one.double()).sum()) for n, one in truth.items()) / size**2
-    )
+    error = math.hypot(*off.values()) / size
+    along = sum(float((update[name] * one).sum()) for name, one in truth.items()) / size**2
     if not error <= limit or (not exact and abs(along - 1) > SIZE):
-
-        def off(name: str) -> float:
-            return norm_of([update[name] - truth[name]])
-
-        worst = max(truth, key=off)
         raise Wrong(
             f"step {step}: the update misses the true one by {error:.3g} of its size, and has "
-            f"{along:.3g} of its size; most in {worst}"
+            f"{along:.3g} of its size; most in {max(off, key=lambda name: off[name])}"
         )
-    if norm is not None and abs(norm / true_norm - 1) > NORM[limit]:
+    if norm is not None and abs(float(norm) / true_norm - 1) > NORM[limit]:
         raise Wrong(f"step {step}: the norm {norm:.6g} of the gradients is {true_norm:.6g}")
     return {"error": error, "size": along, "norm": true_norm}
 
 
-def trained(cell: dict[str, Any], engine: Any, steps: int = 2, first: int = 0) -> dict[str, Any]:
-    """Train, hold each step against one process, and return the largest error."""
-    import torch.distributed as dist
-
-    found: dict[str, Any] = {"error": 0.0}
-    micros = cell.get("accumulation", 1)
-    for step in range(first, first + steps):
-        before = engine.weights()
-        norm = engine.step([batch_of(step, micro, dist.get_rank()) for micro in range(micros)])
-        after = engine.weights()
-        if dist.get_rank() == 0 and step >= cell.get("judged_from", 0):
-            batches = [batch_of(step, m, rank) for m in range(micros) for rank in range(RANKS)]
-            gradients = true_gradients(cell, before, batches)
-            one = judge(cell, step + 1, before, after, gradients, norm, engine.rates())
-            found = {**one, "error": max(found["error"], one["error"])}
-        dist.barrier()
-    return found
+def worst(every: list[dict[str, float]]) -> dict[str, float]:
+    """Return what was measured at the last step, with the largest error of all."""
+    dist.barrier()
+    return every[-1] | {"error": max(one["error"] for one in every)} if every else {}
 
 
 class Engine:
     """A model as a backend trains it."""
 
     model: Any
-    optimizer: Any
 
-    def __init__(self, cell: dict[str, Any]) -> None:
+    def __init__(self, cell: Cell) -> None:
         self.cell = cell
 
     def made_optimizer(self, model: Any) -> Any:
         """Return SGD with learning rate 1; where the cell has groups, 0.5 for the second one."""
-        import torch
-
-        groups = [[p for p in model.parameters() if p.requires_grad]]
-        if self.cell.get("groups"):
-            groups = [groups[0][::2], groups[0][1::2]]
-        options = [{"params": group, "lr": 1.0 / (1 + at)} for at, group in enumerate(groups)]
-        names = {id(p): plain(name) for name, p in model.named_parameters()}
-        self.of_group = {
-            names[id(p)]: 1.0 / (1 + at) for at, group in enumerate(groups) for p in group
-        }
-        if "adam" in self.cell:
-            from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-            return DeepSpeedCPUAdam(options, lr=1.0, eps=1.0, weight_decay=0.0)
+        every = [(plain(name), p) for name, p in model.named_parameters() if p.requires_grad]
+        groups = [every[::2], every[1::2]] if self.cell.get("groups") else [every]
+        self.rates = {name: 1.0 / n for n, group in enumerate(groups, 1) for name, _ in group}
+        options = [{"params": [p for _, p in g], "lr": self.rates[g[0][0]]} for g in groups]
         return torch.optim.SGD(options, lr=1.0, momentum=self.cell.get("momentum", 0.0))
 
-    def rates(self) -> dict[str, float]:
-        return self.of_group
-
-    def weights(self) -> dict[str, Any]:
-        whole = whole_of_deepspeed if "stage" in self.cell else whole_of
-        return {plain(name): whole(p) for name, p in self.model.named_parameters()}
-
-    def save(self, place: str) -> None:
-        raise NotImplementedError
-
-    def load(self, place: str) -> None:
-        raise NotImplementedError
+    def weights(self) -> Weights:
+        return weights_of(self.model)
 
 
-def deepspeed_config(cell: dict[str, Any]) -> dict[str, Any]:
+def deepspeed_config(cell: Cell) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": cell["stage"], "stage3_param_persistence_threshold": 0}
     if "offload" in cell:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
@@ -449,15 +351,12 @@ def deepspeed_config(cell: dict[str, Any]) -> dict[str, Any]:
         zero |= {"reduce_bucket_size": cell["bucket"], "allgather_bucket_size": cell["bucket"]}
     if "overlap" in cell:
         zero["overlap_comm"] = cell["overlap"]
-    config = {
+    config = GIVEN["deepspeed"] | {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": cell.get("accumulation", 1),
         "gradient_clipping": cell.get("clip", 0.0),
         "bf16": {"enabled": cell.get("precision") == "bf16"},
         "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 10**9,
     }
     if "accumulates_in" in cell:
         config["data_types"] = {"grad_accum_dtype": cell["accumulates_in"]}
@@ -467,25 +366,22 @@ def deepspeed_config(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 class DeepSpeed(Engine):
-    def __init__(self, cell: dict[str, Any], seed: int = 0) -> None:
-        super().__init__(cell)
+    def __init__(self, cell: Cell, seed: int = 0) -> None:
         import deepspeed
 
-        deepspeed.init_distributed(deepspeed.get_accelerator().communication_backend_name())
-        model = model_of(cell, seed)
-        optimizer = self.made_optimizer(model)
-        self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=deepspeed_config(cell)
-        )
-        self.model = self.engine.module
+        super().__init__(cell)
+        deepspeed.init_distributed()
+        self.model = model_of(cell, seed)
+        optimizer, config = self.made_optimizer(self.model), deepspeed_config(cell)
+        made = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
+        self.engine: Any = made[0]
 
-    def step(self, batches: list[Any]) -> float | None:
+    def step(self, batches: list[Any]) -> Any:
         for batch in batches:
             inputs = {name: one.to(self.engine.device) for name, one in batch.items()}
             self.engine.backward(self.engine(**inputs).loss)
             self.engine.step()
-        norm = self.engine.get_global_grad_norm()
-        return None if norm is None else float(norm)
+        return self.engine.get_global_grad_norm()
 
     def save(self, place: str) -> None:
         self.engine.save_checkpoint(place, tag="one")
@@ -494,24 +390,23 @@ class DeepSpeed(Engine):
         self.engine.load_checkpoint(place, tag="one")
 
 
+def weights_of(model: Any) -> Weights:
+    return {plain(name): whole_of(p) for name, p in model.named_parameters()}
+
+
 def whole_of(parameter: Any) -> Any:
-    full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-    return full.detach().float().cpu().clone()
+    """Return all of a parameter, in fp32 where the backend holds it so."""
+    full: Any = None
+    if hasattr(parameter, "full_tensor"):
+        full = parameter.full_tensor()
+    elif hasattr(parameter, "_z3_optimizer") or hasattr(parameter, "_hp_mapping"):
+        from deepspeed.utils import safe_get_full_fp32_param
 
-
-def whole_of_deepspeed(parameter: Any) -> Any:
-    import deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    full = None
-    if parameter.requires_grad and (
-        hasattr(parameter, "_z3_optimizer") or not hasattr(parameter, "ds_id")
-    ):
-        full = safe_get_full_fp32_param(parameter)
+        full = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
     if full is None:
         gathered = contextlib.nullcontext()
         if hasattr(parameter, "ds_id"):
-            gathered = deepspeed.zero.GatheredParameters([parameter])
+            gathered = importlib.import_module("deepspeed").zero.GatheredParameters([parameter])
         with gathered:
             full = parameter.detach().clone()
     return full.detach().float().cpu().clone().view(getattr(parameter, "ds_shape", full.shape))
@@ -520,14 +415,12 @@ def whole_of_deepspeed(parameter: Any) -> Any:
 class Loop(Engine):
     """A loop with an Accelerator."""
 
-    def __init__(self, cell: dict[str, Any], seed: int = 0) -> None:
-        super().__init__(cell)
-        from accelerate import Accelerator
+    def __init__(self, cell: Cell, seed: int = 0) -> None:
+        from accelerate import Accelerator, DeepSpeedPlugin
 
+        super().__init__(cell)
         options: dict[str, Any] = {"gradient_accumulation_steps": cell.get("accumulation", 1)}
         if "stage" in cell:
-            from accelerate import DeepSpeedPlugin
-
             options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=deepspeed_config(cell))
         else:
             options["mixed_precision"] = "bf16" if "precision" in cell else "no"
@@ -538,7 +431,7 @@ class Loop(Engine):
         optimizer = self.made_optimizer(model)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
 
-    def step(self, batches: list[Any]) -> float | None:
+    def step(self, batches: list[Any]) -> Any:
         norm = None
         for batch in batches:
             inputs = {name: one.to(self.accelerator.device) for name, one in batch.items()}
@@ -549,76 +442,82 @@ class Loop(Engine):
                     norm = self.accelerator.clip_grad_norm_(self.model.parameters(), clip)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        return None if norm is None else float(norm)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def save(self, place: str) -> None:
-        if not self.cell.get("lora"):
-            self.accelerator.save_state(place)
-            return
-        # As the Trainer does for adapters.
-        from accelerate.utils import save_fsdp_model
-
-        save_fsdp_model(self.plugin, self.accelerator, self.model, place, adapter_only=True)
+        self._keep("save", place)
 
     def load(self, place: str) -> None:
+        self._keep("load", place)
+
+    def _keep(self, verb: str, place: str) -> None:
         if not self.cell.get("lora"):
-            self.accelerator.load_state(place)
+            getattr(self.accelerator, f"{verb}_state")(place)
             return
-        from accelerate.utils import load_fsdp_model
+        import accelerate.utils
 
-        load_fsdp_model(self.plugin, self.accelerator, self.model, place, adapter_only=True)
+        # As the Trainer does for adapters.
+        function = getattr(accelerate.utils, f"{verb}_fsdp_model")
+        function(self.plugin, self.accelerator, self.model, place, adapter_only=True)
 
 
-def fsdp_plugin(cell: dict[str, Any]) -> Any:
+def fsdp_plugin(cell: Cell) -> Any:
     from accelerate import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
         reshard_after_forward=cell.get("reshard", True),
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        cpu_ram_efficient_loading=False,
         activation_checkpointing=cell.get("checkpointing", False),
         state_dict_type=cell.get("saved_as", "SHARDED_STATE_DICT"),
         cpu_offload="offload" in cell,
+        **GIVEN["fsdp"],
     )
-    if getattr(plugin.cpu_offload, "pin_memory", False):
-        import torch
+    if "offload" in cell and not torch.cuda.is_available():
+        from torch.distributed.fsdp import CPUOffloadPolicy
 
-        if not torch.cuda.is_available():
-            plugin.cpu_offload = copy.copy(plugin.cpu_offload)
-            object.__setattr__(plugin.cpu_offload, "pin_memory", False)
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
     return plugin
 
 
-def step_cell(cell: dict[str, Any], place: str, engine: type[Any]) -> dict[str, Any]:
-    """Train two steps; where the cell resumes, save behind the first and do the second again."""
-    import torch.distributed as dist
+def step_cell(cell: Cell, place: str, engine: type[Any]) -> dict[str, Any]:
+    """Train, and hold each step against one process."""
+    if "resumes" in cell:
+        return resumed_cell(cell, place, engine)
+    made, micros, every = engine(cell), range(cell.get("accumulation", 1)), []
+    for step in range(cell.get("steps", 2)):
+        before = made.weights()
+        norm = made.step([batch_of(step, micro, dist.get_rank()) for micro in micros])
+        weights = [before, made.weights()]
+        if dist.get_rank() == 0 and step >= cell.get("judged_from", 0):
+            batches = [batch_of(step, micro, rank) for micro in micros for rank in range(RANKS)]
+            gradients = true_gradients(cell, before, batches)
+            every.append(judge(cell, step + 1, weights, gradients, norm, made.rates))
+        dist.barrier()
+    return worst(every)
 
+
+def resumed_cell(cell: Cell, place: str, engine: type[Any]) -> dict[str, Any]:
+    """Train two steps, save between them, load into another model and do the second again."""
     made = engine(cell)
-    if "resumes" not in cell:
-        return trained(cell, made, cell.get("steps", 2))
-    made.step([batch_of(0, 0, dist.get_rank())])
+    first, second = (batch_of(step, 0, dist.get_rank()) for step in (0, 1))
+    made.step([first])
     saved = made.weights()
     made.save(place)
-    made.step([batch_of(1, 0, dist.get_rank())])
-    went_on = made.weights()
+    made.step([second])
     again = engine(cell, seed=1)
     again.load(place)
     dist.barrier()
-    trained_names = {plain(n) for n, p in again.model.named_parameters() if p.requires_grad}
-    error = difference(saved, again.weights(), trained_names, "loaded")
+    error = difference(saved, again, "loaded")
     if cell["resumes"] == "state":
-        again.step([batch_of(1, 0, dist.get_rank())])
-        error = max(error, difference(went_on, again.weights(), trained_names, "of the next step"))
+        again.step([second])
+        error = max(error, difference(made.weights(), again, "of the next step"))
     return {"error": error}
 
 
-def difference(wanted: Any, found: Any, names: set[str], words: str) -> float:
-    """Return how far weights are off; Wrong if they are."""
-    off = {n: norm_of([wanted[n] - found[n]]) / max(norm_of([wanted[n]]), 1e-12) for n in names}
-    wrong = sorted((n for n in off if not off[n] <= EXACT), key=lambda n: -off[n])
+def difference(wanted: Weights, engine: Any, words: str) -> float:
+    """Return how far trained weights are off; Wrong if they are."""
+    found = engine.weights()
+    off = {n: norm_of([wanted[n] - found[n]]) / norm_of([wanted[n]]) for n in engine.rates}
+    wrong = sorted((name for name in off if not off[name] <= EXACT), key=lambda n: -off[n])
     if wrong:
         raise Wrong(
             f"the weights {words} after a resume are others in {len(wrong)} of {len(off)} "
@@ -627,116 +526,78 @@ def difference(wanted: Any, found: Any, names: set[str], words: str) -> float:
     return max(off.values())
 
 
-def trainer_cell(cell: dict[str, Any], place: str) -> dict[str, Any]:
+def trainer_cell(cell: Cell, place: str) -> dict[str, Any]:
     """Train two steps with the Trainer, on rows with different numbers of tokens to learn."""
-    import torch.distributed as dist
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     settings: dict[str, Any] = {}
     if "stage" in cell:
-        config = deepspeed_config(cell)
-        settings["deepspeed"] = config
+        settings["deepspeed"] = deepspeed_config(cell)
     if "fsdp" in cell:
         os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+        layers = GIVEN["fsdp"]["transformer_cls_names_to_wrap"]
         settings["fsdp"] = "full_shard auto_wrap"
-        settings["fsdp_config"] = {
-            "fsdp_version": 2,
-            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-        }
-    if cell.get("precision") == "bf16":
-        settings["bf16"] = True
-    arguments = TrainingArguments(
-        place,
-        max_steps=2,
-        per_device_train_batch_size=ROWS,
-        gradient_accumulation_steps=cell.get("accumulation", 1),
-        learning_rate=1.0,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        weight_decay=0.0,
-        max_grad_norm=cell.get("clip", 0.0),
-        save_strategy="no",
-        logging_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        **settings,
-    )
-    rows = []
-    for at in range(RANKS * cell.get("accumulation", 1) * 2):
-        batch = batch_of(at, 0, 0)
-        for row in range(ROWS):
-            labels = batch["labels"][row].clone()
-            labels[: (5 * at + 3 * row) % (LENGTH - 2)] = -100
-            rows.append({"input_ids": batch["input_ids"][row], "labels": labels})
+        settings["fsdp_config"] = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": layers}
+    settings["gradient_accumulation_steps"] = cell.get("accumulation", 1)
+    settings["max_grad_norm"] = cell.get("clip", 0.0)
+    settings["per_device_train_batch_size"] = ROWS
+    rows: list[Any] = []
+    for at in range(RANKS * 2 * ROWS * settings["gradient_accumulation_steps"]):
+        row = {name: one[0] for name, one in batch_of(at, 0, 0).items()}
+        row["labels"][: 1 + 3 * at % (LENGTH - 2)] = -100
+        rows.append(row)
     seen: list[Any] = []
     states: list[Any] = []
 
     class Watch(TrainerCallback):
-        def note(self, model: Any) -> None:
-            whole = whole_of_deepspeed if "stage" in cell else whole_of
-            weights = {plain(name): whole(p) for name, p in model.named_parameters()}
-            states.append((weights, list(seen)))
+        def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+            states.append((weights_of(model), list(seen)))
             seen.clear()
 
-        def on_step_begin(self, *_: Any, model: Any, **__: Any) -> None:
+        def on_step_begin(self, *given: Any, **named: Any) -> None:
             if not states:
-                self.note(model)
-
-        def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
-            self.note(model)
-
-    model = model_of(cell)
+                self.on_step_end(*given, **named)
 
     class Seeing(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
             seen.append({n: inputs[n].cpu().clone() for n in ("input_ids", "labels")})
             return super().compute_loss(model, inputs, *rest, **named)
 
-    trainer = Seeing(model=model, args=arguments, train_dataset=rows, callbacks=[Watch()])
-    trainer.train()
-    found: dict[str, Any] = {"error": 0.0}
+    arguments = TrainingArguments(place, **GIVEN["trainer"], **settings)
+    given: dict[str, Any] = {"train_dataset": rows, "callbacks": [Watch()]}
+    Seeing(model=model_of(cell), args=arguments, **given).train()
+    every: list[Any] = []
     for step in (1, 2):
         everywhere: list[Any] = [None] * RANKS
         dist.all_gather_object(everywhere, states[step][1])
+        weights = [states[step - 1][0], states[step][0]]
         if dist.get_rank() == 0:
-            batches = [batch for one in everywhere for batch in one]
-            before, after = states[step - 1][0], states[step][0]
-            gradients = true_gradients(cell, before, batches, tokens=True)
-            one = judge(cell, step, before, after, gradients, None, {})
-            found = {**one, "error": max(found["error"], one["error"])}
-    dist.barrier()
-    return found
+            gradients = true_gradients(cell, weights[0], sum(everywhere, []), tokens=True)
+            every.append(judge(cell, step, weights, gradients, None, {}))
+    return worst(every)
 
 
-def load_cell(cell: dict[str, Any], place: str) -> dict[str, Any]:
-    """Load a saved model under ZeRO-3, and compare each weight with that of a plain load."""
+def load_cell(cell: Cell, place: str) -> dict[str, Any]:
+    """Load a saved model under ZeRO-3, and compare each weight with what was saved."""
     import deepspeed
-    import torch
-    import torch.distributed as dist
-    from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
-    from transformers.integrations import HfDeepSpeedConfig
+    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-    deepspeed.init_distributed(deepspeed.get_accelerator().communication_backend_name())
-    kind: Any = LlamaForCausalLM
-    model = model_of({})
+    deepspeed.init_distributed()
+    model: Any = model_of({})
     if cell.get("fused"):
-        kind = MixtralForCausalLM
-        config = {**model.config.to_dict(), "num_local_experts": 4, "num_experts_per_tok": 2}
-        config.pop("model_type")
-        torch.manual_seed(0)
-        model = kind(MixtralConfig(**config))
+        config = MixtralConfig(vocab_size=VOCABULARY, num_local_experts=4, **GIVEN["model"])
+        model = MixtralForCausalLM(config)
     if dist.get_rank() == 0:
         model.save_pretrained(place)
     dist.barrier()
-    wanted = {name: p.detach() for name, p in model.named_parameters()}
     keep = HfDeepSpeedConfig(deepspeed_config(cell))
-    loaded = kind.from_pretrained(place)
-    found = {name: whole_of_deepspeed(p) for name, p in loaded.named_parameters()}
+    wanted, found = weights_of(model), weights_of(type(model).from_pretrained(place))
     del keep
     if wanted.keys() != found.keys():
-        raise Wrong(f"other parameters were loaded: {sorted(wanted.keys() ^ found.keys())[0]}")
+        raise Wrong(f"other parameters were loaded: {min(wanted.keys() ^ found.keys())}")
     for name, one in wanted.items():
-        if one.shape != found[name].shape or not torch.equal(one, found[name]):
+        if not torch.equal(one, found[name]):
             raise Wrong(f"{name} was loaded with other values than those that were saved")
     return {"error": 0.0}
 
