@@ -39,21 +39,23 @@ STACKS = [
 INTRODUCTION = """\
 # Releases
 
-After this page you know which releases of DeepSpeed, Accelerate and transformers compute what one process computes, and what to
-install in place of one that does not.
+After this page you know which releases of DeepSpeed, Accelerate and transformers compute what one
+process computes, and what to install in place of one that does not.
 
 ```sh
 toolkit verify
 ```
 
-Each cell trains a small Llama as two [ranks](glossary.md#rank), and holds its updates, weights or loaded weights against those of
-one process ([Verify](verify.md)). A column is a stack: the releases of the first column, with the named one in place of its own.
+Each cell trains a small Llama as two [ranks](glossary.md#rank), and holds its updates, weights or
+loaded weights against those of one process ([Verify](verify.md)). A column is a stack: the releases
+of the first column, with the named one in place of its own. This page is written by
+`benchmarks/verify_matrix.py`.
 """
 
 LEGEND = """\
-- `.` is right; a number is the size of the update along the true one, where 1.00 in a red cell points elsewhere.
-- `wrong` is a red cell of another kind: a norm, a resume, loaded weights. `raises` is loud: the run ends with an error.
-- `-` was not run.
+- `.` is right; a number is red: the size of the update along the true one, which misses it.
+- `wrong` is red in another way: a norm, a resume, loaded weights.
+- `raises` is loud: the run ends with an error. `-` was not run.
 """
 
 
@@ -121,13 +123,13 @@ def unknown(found):
         one = found[name_of(changes)]
         for cell in all_cells().values():
             is_silent = one.cells.get(cell["name"], {}).get("answer") == "wrong"
-            if not is_silent or faults_of(cell, one.versions):
+            if not is_silent or faults_of(cell, "wrong", one.versions):
                 continue
             package = next(iter(changes), "deepspeed" if "stage" in cell else "accelerate")
             release = one.versions[package]
             row = {"package": package, "releases": f"=={release}"}
             row["text"] = f"`toolkit verify` finds its cell {cell['name']} wrong"
-            row["link"] = "docs/releases.md"
+            row["link"] = "no thread is known"
             where = settings_of(cell)
             row["where"] = {name: [value] for name, value in where.items() if value is not None}
             row["cells"] = [cell["name"]]
@@ -160,8 +162,8 @@ def page(found, date):
         seen = defaultdict(list)
         for name in names:
             for cell in all_cells().values():
-                red = cell["name"] in found[name].red
-                if red and fault in faults_of(cell, found[name].versions):
+                red = found[name].red.get(cell["name"])
+                if red and fault in faults_of(cell, red["answer"], found[name].versions):
                     seen[name].append(f"`{cell['name']}`")
         shown = "; ".join(f"{name}: {', '.join(cells)}" for name, cells in seen.items())
         first = fault.get("first", "none yet")
@@ -175,7 +177,7 @@ def page(found, date):
             cell["words"] for n, cell in found[name].red.items() if cell["answer"] == "raised"
         }
         for words in sorted(raised):
-            lines.append(f"\n{name} raises: `{words[:160]}`")
+            lines.append(f"\n{name} raises: `{words[:90]}`")
     lines += ["", "What raises is no silent fault. NCCL and real GPUs were not at hand."]
     return "\n".join(lines) + "\n"
 

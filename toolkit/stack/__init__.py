@@ -37,14 +37,11 @@ def known_faults() -> list[Fault]:
 def faults_of(versions: Mapping[str, str] | None = None, *, loud: bool = False) -> list[Fault]:
     """Return the faults of releases, of the installed ones if none are named.
 
-    Those that end a run with an error are among them with `loud` alone.
+    With `loud` they are those that end a run with an error, else the silent ones.
     """
     versions = environment.versions() if versions is None else versions
-    return [
-        fault
-        for fault in known_faults()
-        if _is_of(fault, versions) and (loud or not fault.get("raises"))
-    ]
+    known = [fault for fault in known_faults() if fault.get("raises", False) is loud]
+    return [fault for fault in known if _is_of(fault, versions)]
 
 
 def met(settings: Settings, versions: Mapping[str, str] | None = None) -> list[Fault]:
@@ -89,6 +86,7 @@ def settings_of_deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
         "accumulates_in": value("data_types", "grad_accum_dtype") or "default",
         "overlaps": bool(value("zero_optimization", "overlap_comm")) or stage == 3,
         "precision": precision,
+        "scheduler": value("scheduler", "type") or "none",
     }
 
 
@@ -106,6 +104,7 @@ def settings_of(
         "precision": "fp32" if precision == "no" else precision,
         "adapters": adapters,
         "reuses": False,
+        "scheduler": "none",
     }
 
 

@@ -172,12 +172,12 @@ def run_cells(cells: Sequence[Cell], python: str | None = None, *, defaults: boo
         return found
 
 
-def faults_of(cell: Cell, versions: Mapping[str, str]) -> list[stack.Fault]:
-    """Return the known faults of releases that a cell meets, the most special first."""
+def faults_of(cell: Cell, answer: str, versions: Mapping[str, str]) -> list[stack.Fault]:
+    """Return the known faults of releases that a red cell may show, the most special first."""
     settings = settings_of(cell)
     met = [
         fault
-        for fault in stack.faults_of(versions, loud=True)
+        for fault in stack.faults_of(versions, loud=answer == "raised")
         if cell["name"] in fault.get("cells", [cell["name"]])
         and ("cells" in fault or all(settings[n] in v for n, v in fault["where"].items()))
     ]
@@ -208,9 +208,10 @@ def to_json(found: Found) -> dict[str, Any]:
     document: dict[str, Any] = {"schema": SCHEMA, "words": found.words, "cells": {}}
     document |= {"versions": found.versions, "transport": found.transport}
     for name, cell in found.cells.items():
-        faults = faults_of(all_cells()[name], found.versions) if name in found.red else []
+        faults = faults_of(all_cells()[name], cell["answer"], found.versions)
         known = [
-            {"text": f["text"], "link": f["link"], "advice": stack.advice([f])} for f in faults
+            {"text": f["text"], "link": f["link"], "advice": stack.advice([f])}
+            for f in (faults if name in found.red else ())
         ]
         document["cells"][name] = {"text": all_cells()[name]["text"], **cell, "known": known}
     return document
