@@ -85,12 +85,14 @@ def prepared(changes, folder):
     return str(python)
 
 
-def measured(folder, *, again):
+def measured(folder, *, again, kept_alone):
     """Return what the cells gave under each stack, by its name."""
     found = {}
     for changes in STACKS:
         name = name_of(changes)
         kept = folder / f"{name.replace(' ', '-')}.json"
+        if kept_alone and not kept.exists():
+            continue
         if again or not kept.exists():
             # What one release of DeepSpeed compiles is not for another.
             os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / f"{name.replace(' ', '-')}-built")
@@ -119,7 +121,7 @@ def sign(cell):
 def unknown(found):
     """Return what no thread tells of, in the form of the table of known faults."""
     rows = []
-    for changes in STACKS:
+    for changes in (one for one in STACKS if name_of(one) in found):
         one = found[name_of(changes)]
         for cell in all_cells().values():
             is_silent = one.cells.get(cell["name"], {}).get("answer") == "wrong"
@@ -150,7 +152,7 @@ def unknown(found):
 def page(found, date):
     names = list(found)
     newest = ", ".join(f"{n} {v}" for n, v in found["newest"].versions.items())
-    lines = [INTRODUCTION, f"Measured on {date} over {found['newest'].transport}: {newest}.\n"]
+    lines = [INTRODUCTION, f"Measured on {date} over {found['newest'].transport}:\n{newest}.\n"]
     lines.append(LEGEND)
     lines += ["## The table\n", f"| cell | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for cell in all_cells().values():
@@ -186,10 +188,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--envs", type=Path, required=True, help="folder of the environments")
     parser.add_argument("--again", action="store_true", help="run cells that were run before")
+    parser.add_argument("--kept", action="store_true", help="write from what was run before alone")
     options = parser.parse_args()
     options.envs.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TOOLKIT_CACHE", str(options.envs / "cache"))
-    found = measured(options.envs, again=options.again)
+    found = measured(options.envs, again=options.again, kept_alone=options.kept)
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     write_text(stack.MEASURED, json.dumps(unknown(found), indent=2) + "\n")
     stack.known_faults.cache_clear()

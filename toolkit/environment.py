@@ -339,21 +339,14 @@ def versions() -> dict[str, str]:
     return versions
 
 
-def stack_key() -> str:
-    """Return a name for the releases and the machine that decide what `toolkit verify` finds."""
-    deciding = {
-        name: one for name, one in versions().items() if name not in ("datasets", "toolkit")
-    }
-    cards: list[str] = []
-    with suppress(UsageError):
-        cards = [gpu.name for gpu in gpus()]
-    machine = [platform.machine(), platform.system(), *cards]
-    return hashlib.sha256(json.dumps([deciding, machine], sort_keys=True).encode()).hexdigest()[:12]
-
-
 def stack_file() -> Path:
     """Return the file of what `toolkit verify` found for these releases on this machine."""
-    return cache_root() / "verified" / f"{stack_key()}.json"
+    deciding = {n: one for n, one in versions().items() if n not in ("datasets", "toolkit")}
+    machine = [platform.machine(), platform.system()]
+    with suppress(UsageError):
+        machine += [gpu.name for gpu in gpus()]
+    key = hashlib.sha256(json.dumps([deciding, machine], sort_keys=True).encode()).hexdigest()
+    return cache_root() / "verified" / f"{key[:12]}.json"
 
 
 def verified() -> str | None:

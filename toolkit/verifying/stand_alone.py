@@ -337,9 +337,6 @@ class Engine:
         options = [{"params": [p for _, p in g], "lr": self.rates[g[0][0]]} for g in groups]
         return torch.optim.SGD(options, lr=1.0, momentum=self.cell.get("momentum", 0.0))
 
-    def weights(self) -> Weights:
-        return weights_of(self.model)
-
 
 def deepspeed_config(cell: Cell) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": cell["stage"], "stage3_param_persistence_threshold": 0}
@@ -383,11 +380,8 @@ class DeepSpeed(Engine):
             self.engine.step()
         return self.engine.get_global_grad_norm()
 
-    def save(self, place: str) -> None:
-        self.engine.save_checkpoint(place, tag="one")
-
-    def load(self, place: str) -> None:
-        self.engine.load_checkpoint(place, tag="one")
+    def keep(self, verb: str, place: str) -> None:
+        getattr(self.engine, f"{verb}_checkpoint")(place, tag="one")
 
 
 def weights_of(model: Any) -> Weights:
@@ -432,7 +426,7 @@ class Loop(Engine):
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
 
     def step(self, batches: list[Any]) -> Any:
-        norm = None
+        norm: Any = None
         for batch in batches:
             inputs = {name: one.to(self.accelerator.device) for name, one in batch.items()}
             with self.accelerator.accumulate(self.model):
@@ -444,20 +438,11 @@ class Loop(Engine):
                 self.optimizer.zero_grad()
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
-    def save(self, place: str) -> None:
-        self._keep("save", place)
-
-    def load(self, place: str) -> None:
-        self._keep("load", place)
-
-    def _keep(self, verb: str, place: str) -> None:
+    def keep(self, verb: str, place: str) -> None:
         if not self.cell.get("lora"):
-            getattr(self.accelerator, f"{verb}_state")(place)
-            return
-        import accelerate.utils
-
+            return getattr(self.accelerator, f"{verb}_state")(place)
         # As the Trainer does for adapters.
-        function = getattr(accelerate.utils, f"{verb}_fsdp_model")
+        function = getattr(importlib.import_module("accelerate.utils"), f"{verb}_fsdp_model")
         function(self.plugin, self.accelerator, self.model, place, adapter_only=True)
 
 
@@ -484,9 +469,9 @@ def step_cell(cell: Cell, place: str, engine: type[Any]) -> dict[str, Any]:
         return resumed_cell(cell, place, engine)
     made, micros, every = engine(cell), range(cell.get("accumulation", 1)), []
     for step in range(cell.get("steps", 2)):
-        before = made.weights()
+        before = weights_of(made.model)
         norm = made.step([batch_of(step, micro, dist.get_rank()) for micro in micros])
-        weights = [before, made.weights()]
+        weights = [before, weights_of(made.model)]
         if dist.get_rank() == 0 and step >= cell.get("judged_from", 0):
             batches = [batch_of(step, micro, rank) for micro in micros for rank in range(RANKS)]
             gradients = true_gradients(cell, before, batches)
@@ -500,22 +485,22 @@ def resumed_cell(cell: Cell, place: str, engine: type[Any]) -> dict[str, Any]:
     made = engine(cell)
     first, second = (batch_of(step, 0, dist.get_rank()) for step in (0, 1))
     made.step([first])
-    saved = made.weights()
-    made.save(place)
+    saved = weights_of(made.model)
+    made.keep("save", place)
     made.step([second])
     again = engine(cell, seed=1)
-    again.load(place)
+    again.keep("load", place)
     dist.barrier()
     error = difference(saved, again, "loaded")
     if cell["resumes"] == "state":
         again.step([second])
-        error = max(error, difference(made.weights(), again, "of the next step"))
+        error = max(error, difference(weights_of(made.model), again, "of the next step"))
     return {"error": error}
 
 
 def difference(wanted: Weights, engine: Any, words: str) -> float:
     """Return how far trained weights are off; Wrong if they are."""
-    found = engine.weights()
+    found = weights_of(engine.model)
     off = {n: norm_of([wanted[n] - found[n]]) / norm_of([wanted[n]]) for n in engine.rates}
     wrong = sorted((name for name in off if not off[name] <= EXACT), key=lambda n: -off[n])
     if wrong:

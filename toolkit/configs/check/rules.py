@@ -395,8 +395,8 @@ def _silent_faults(setup: Setup) -> Iterator[Finding]:
     else:
         return
     for fault in stack.met(settings):
-        values = {"fault": stack.sentence(fault), "advice": stack.advice([fault])}
-        yield setup.documents[0].found("silent-fault.met", (), **values)
+        said, advice = stack.sentence(fault), stack.advice([fault])
+        yield setup.documents[0].found("silent-fault.met", (), fault=said, advice=advice)
 
 
 def _json(value: object) -> str:

@@ -50,12 +50,8 @@ def recommendation_lines(answer: Recommendation) -> Iterator[str]:
 
 def silent_faults(job: PlannedJob) -> Iterator[str]:
     """Yield a line for each fault of the installed releases that a job would meet."""
-    settings = stack.settings_of(
-        job.strategy,
-        accumulation=job.accumulation,
-        precision=job.precision,
-        adapters=job.method != "full",
-    )
+    known = {"accumulation": job.accumulation, "precision": job.precision}
+    settings = stack.settings_of(job.strategy, **known, adapters=job.method != "full")
     for fault in stack.met(settings):
         yield f"Before you train: {stack.sentence(fault)} {stack.advice([fault])}"
 
