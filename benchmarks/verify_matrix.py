@@ -133,7 +133,10 @@ def unknown(found):
             row["text"] = f"`toolkit verify` finds its cell {cell['name']} wrong"
             row["link"] = "no thread is known"
             where = settings_of(cell)
-            row["where"] = {name: [value] for name, value in where.items() if value is not None}
+            told = {name: one for name, one in where.items() if one is True or name == "backend"}
+            row["where"] = {name: [one] for name, one in told.items()}
+            if where["stage"] is not None:
+                row["where"]["stage"] = [where["stage"]]
             row["cells"] = [cell["name"]]
             good = [
                 other.versions[package]

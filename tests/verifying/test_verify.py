@@ -170,3 +170,29 @@ def test_what_was_found_is_cited_until_a_release_moves(tmp_path, monkeypatch):
     assert environment.snapshot()["verified"] == "toolkit verify: 2 of 2"
     monkeypatch.setattr(environment, "versions", lambda: {"torch": "9"})
     assert environment.verified() is None
+
+
+def test_check_and_recommend_warn_of_a_fault_that_the_settings_meet(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "versions", lambda: {"deepspeed": "0.18.3", "torch": "2.9"})
+    file = tmp_path / "zero2.json"
+    file.write_text(json.dumps({**ZERO2, "train_micro_batch_size_per_gpu": 1}))
+    done = CliRunner().invoke(app, ["check", str(file), "--json"])
+    found = [one for one in json.loads(done.stdout)["findings"] if one["rule"] == "silent-fault"]
+    assert any("deepspeed 0.18.3: ZeRO-1 and ZeRO-2 with CPU offload" in o["text"] for o in found)
+    assert {one["severity"] for one in found} == {"warning"}
+
+    done = CliRunner().invoke(app, ["recommend", "7b", "--gpu", "L4", "--gpus", "2"])
+    warned = [line for line in done.stdout.splitlines() if line.startswith("Before you train: ")]
+    assert all("deepspeed 0.18.3" in line for line in warned)
+    monkeypatch.setattr(environment, "versions", lambda: {"deepspeed": "0.19.8", "torch": "2.9"})
+    done = CliRunner().invoke(app, ["check", str(file), "--json"])
+    assert "silent-fault" not in done.stdout
+
+
+@pytest.mark.parametrize("verified", ["toolkit verify: 2 of 2 cells right", None])
+def test_a_card_cites_what_was_verified(verified):
+    from toolkit.training.card import Card
+
+    text = Card(base="a", versions={"torch": "2.13"}, verified=verified).text(date="2026-01-01")
+    assert ("toolkit verify" in text) is (verified is not None)
+    assert text.endswith("\n\nSaved on 2026-01-01.\n")

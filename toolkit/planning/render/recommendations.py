@@ -50,8 +50,10 @@ def recommendation_lines(answer: Recommendation) -> Iterator[str]:
 
 def silent_faults(job: PlannedJob) -> Iterator[str]:
     """Yield a line for each fault of the installed releases that a job would meet."""
-    known = {"accumulation": job.accumulation, "precision": job.precision}
-    settings = stack.settings_of(job.strategy, **known, adapters=job.method != "full")
+    strategy, has_adapters = job.strategy, job.method != "full"
+    settings = stack.settings_of(
+        strategy, accumulation=job.accumulation, precision=job.precision, adapters=has_adapters
+    )
     for fault in stack.met(settings):
         yield f"Before you train: {stack.sentence(fault)} {stack.advice([fault])}"
 
