@@ -121,7 +121,8 @@ def _faults() -> list[Finding]:
         text = "Whether these releases compute what one process computes was not tried here."
         findings.append(ok("verified", text, fix="toolkit verify"))
     else:
-        findings.append(ok("verified", f"{verified}."))
+        is_red = "; red: " in verified
+        findings.append((warn if is_red else ok)("verified", f"{verified}.", fix="toolkit verify"))
     return findings if by_package else [ok("silent faults", NO_FAULT), *findings]
 
 
