@@ -73,7 +73,7 @@ def test_an_upgrade_is_the_same_or_broken_and_zero2_is_right(faulty_python, tmp_
     found = json.loads(printed)
     assert (code, found["answer"]) == (1, "broken")
     assert found["words"][0].startswith(
-        "ddp-clip (DDP, clipping): right here; wrong there step 1: the update misses"
+        "ddp-clip (DDP, clipping): right here; wrong there step 1: the norm 7.3"
     )
 
 
