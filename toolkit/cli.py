@@ -383,6 +383,39 @@ def certify(
 
 
 @app.command(
+    short_help="Whether the installed releases compute what one process computes.",
+    epilog=_examples("toolkit verify", "toolkit verify --against other/bin/python"),
+)
+def verify(
+    python: Annotated[
+        str | None, typer.Option(help="The Python of another environment, in place of this one.")
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(help="The Python of an upgrade: what differs there from the first."),
+    ] = None,
+    only: Annotated[
+        str, typer.Option(help="Cells, by commas: their names, or how these begin.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Train small cells as two ranks, and hold each against one process. Exit 1 for a red cell.
+
+    Each known fault of a release is named with its thread, and with what to do.
+    """
+    from toolkit.verifying.verify import verify as run
+
+    code = run(
+        python=python,
+        only=tuple(filter(None, only.split(","))),
+        against=against,
+        as_json=as_json,
+        console=_console(),
+    )
+    raise typer.Exit(code)
+
+
+@app.command(
     epilog=_examples(
         "toolkit prepare", "toolkit prepare -- --train_file my.jsonl --max_length 1024"
     )

@@ -5,6 +5,8 @@ CUDA is never initialised, and git is asked by `commit` alone.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import platform
 import re
@@ -337,6 +339,24 @@ def versions() -> dict[str, str]:
     return versions
 
 
+def stack_file() -> Path:
+    """Return the file of what `toolkit verify` found for these releases on this machine."""
+    deciding = {n: one for n, one in versions().items() if n not in ("datasets", "toolkit")}
+    machine = [platform.machine(), platform.system()]
+    with suppress(UsageError):
+        machine += [gpu.name for gpu in gpus()]
+    key = hashlib.sha256(json.dumps([deciding, machine], sort_keys=True).encode()).hexdigest()
+    return cache_root() / "verified" / f"{key[:12]}.json"
+
+
+def verified() -> str | None:
+    """Return what `toolkit verify` found for these releases here, in words; None: not run."""
+    try:
+        return str(json.loads(stack_file().read_text(encoding="utf-8"))["words"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
 @cache
 def commit() -> str | None:
     """Return the commit of the checkout that holds this package, `+changes` if it has any.
@@ -387,6 +407,7 @@ def snapshot() -> dict[str, Any]:
         "platform": platform.platform(),
         "compiler": has_compiler(),
         "versions": versions(),
+        "verified": verified(),
         "commit": commit(),
     }
 

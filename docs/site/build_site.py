@@ -24,7 +24,16 @@ COPIED = ("docs", "benchmarks/results", "examples")
 SINGLE = ("CONTRIBUTING.md", "LICENSE")
 GROUPS = {
     "First steps": ("training", "data", "evaluation", "strategies", "notebooks"),
-    "Before you rent": ("planning", "rehearsal", "check", "certify", "configs", "renting"),
+    "Before you rent": (
+        "planning",
+        "rehearsal",
+        "check",
+        "certify",
+        "verify",
+        "releases",
+        "configs",
+        "renting",
+    ),
     "Compare": ("comparing", "reports", "glossary"),
     "Train well": ("checkpoints", "guards", "adapters", "speed"),
     "When it breaks": ("doctor", "complaints", "exit-codes", "limits"),

@@ -11,24 +11,22 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from packaging.requirements import InvalidRequirement, Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from toolkit import environment
+from toolkit import environment, stack
 from toolkit.doctor.finding import Finding, fail, ok, warn
 from toolkit.environment import TorchBuild
 from toolkit.errors import UsageError
 from toolkit.strategies import STRATEGIES, Strategy
 
-KNOWN_BAD: Final = Path(__file__).with_name("known_bad.toml")
+NO_FAULT: Final = "None is known of these releases."
 
 DECIDING: Final = (
     *("torch", "transformers", "accelerate", "deepspeed", "datasets", "peft"),
@@ -104,34 +102,28 @@ def _requirements() -> list[Finding]:
 
 
 def _faults() -> list[Finding]:
-    by_package: dict[str, list[dict[str, Any]]] = {}
-    for fault in filter(_has, known_faults()):
+    by_package: dict[str, list[stack.Fault]] = {}
+    for fault in stack.faults_of(
+        {name: found.version for name in DECIDING if (found := _installed(name))}
+    ):
         by_package.setdefault(fault["package"], []).append(fault)
     findings = [
         fail(
             "silent faults",
             f"{package} {_version(package)}: {'; '.join(fault['text'] for fault in faults)} "
             f"({', '.join(fault['link'] for fault in faults)}).",
-            fix=f"pip install '{package}>={max((f['first'] for f in faults), key=Version)}'",
+            fix=stack.advice(faults),
         )
         for package, faults in by_package.items()
     ]
-    return findings or [ok("silent faults", "None is known of these releases.")]
-
-
-@cache
-def known_faults() -> list[dict[str, Any]]:
-    """Return the table of releases with silent faults."""
-    return tomllib.loads(KNOWN_BAD.read_text(encoding="utf-8"))["fault"]
-
-
-def _has(fault: dict[str, Any]) -> bool:
-    releases = {fault["package"]: fault["releases"], **fault.get("beside", {})}
-    return all(
-        (version := _version(name)) is not None
-        and SpecifierSet(specifier).contains(version, prereleases=True)
-        for name, specifier in releases.items()
-    )
+    verified = environment.verified()
+    if verified is None:
+        text = "Whether these releases compute what one process computes was not tried here."
+        findings.append(ok("verified", text, fix="toolkit verify"))
+    else:
+        is_red = "; red: " in verified
+        findings.append((warn if is_red else ok)("verified", f"{verified}.", fix="toolkit verify"))
+    return findings if by_package else [ok("silent faults", NO_FAULT), *findings]
 
 
 def _version(name: str) -> Version | None:

@@ -101,6 +101,8 @@ class Card:
     """The dtype that weights in 4 bits are computed with; None where there are none."""
 
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
+    verified: str | None = None
+    """What `toolkit verify` found for these releases, in words."""
 
     def write(self, draft: Path, folder: Path) -> None:
         """Write the card into `draft`, which takes the place of `folder`.
@@ -219,12 +221,13 @@ def card_of_run(
         held_out="validation_split_percentage" in data["asked"],
         packed_in=training["quant_storage"],
         versions=described["environment"]["versions"],
+        verified=described["environment"].get("verified"),
     )
 
 
 def card_of_trainer(trainer: Any) -> Card:
     """Return the card of a model that a `ToolkitTrainer` saves; every rank calls it."""
-    from toolkit.environment import versions
+    from toolkit.environment import verified, versions
 
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model_wrapped)
     first, last = trainer.recorder.outer_losses() or (None, None)
@@ -248,6 +251,7 @@ def card_of_trainer(trainer: Any) -> Card:
         first_loss=None if resumed else first,
         final_loss=last,
         versions=versions(),
+        verified=verified(),
     )
 
 

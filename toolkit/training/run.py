@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from transformers import PrinterCallback, ProgressCallback, TrainingArguments
 
-from toolkit import environment
+from toolkit import environment, stack
 from toolkit.backends import backend_of
 from toolkit.checkpoints.preemption import Preempted, Preemption
 from toolkit.checkpoints.saver import CheckpointSaver, losses_before, steps_between
@@ -94,6 +94,14 @@ def train(job: Job, status: StatusFile) -> None:
     for line in keep_local(list(job.args.report_to or ()), output_dir):
         if rank() == 0:
             say(line)
+    settings = stack.settings_of(
+        job.strategy,
+        accumulation=job.args.gradient_accumulation_steps,
+        precision=job.args.mixed_precision,
+        adapters=job.request.method.arguments.method != "full",
+    ) | {"engine": own.run.engine}
+    for fault in stack.met(settings) if rank() == 0 else ():
+        say(f"{stack.sentence(fault)} {stack.advice([fault])}")
     rehearsal = job.request.launch.rehearsal
     status.peak = memory.host_peak_bytes if rehearsal else memory.device_peak_bytes
     if job.args.tf32 is None and job.args.mixed_precision == "no":

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from toolkit import environment
+from toolkit import environment, stack
 from toolkit.backends.deepspeed_json import AUTO
 from toolkit.configs.check.deepspeed_file import BATCH, IN_SECTIONS, all_mistakes, nearest
 from toolkit.configs.check.documents import Document, Keys, dotted, keys_of
@@ -388,6 +388,19 @@ def _moved_defaults(setup: Setup) -> Iterator[Finding]:
         yield document.found("moved-default.key", keys, since=since, value=value, **values)
 
 
+def _silent_faults(setup: Setup) -> Iterator[Finding]:
+    config = setup.filled or setup.deepspeed_config
+    if config is not None:
+        settings = stack.settings_of_deepspeed(config)
+    elif setup.rank.fsdp is not None:
+        settings = {"backend": "fsdp"}
+    else:
+        return
+    for fault in stack.met(settings):
+        said, advice = stack.sentence(fault), stack.advice([fault])
+        yield setup.documents[0].found("silent-fault.met", (), fault=said, advice=advice)
+
+
 def _json(value: object) -> str:
     return "nothing" if value is None else json.dumps(value)
 
@@ -522,6 +535,6 @@ def _unseen(setup: Setup) -> Iterator[Finding]:
 RULES: Final[tuple[Judge, ...]] = (
     *(_unknown_keys, _refused_values, _quoted_switches, _contradictions, _ignored_keys),
     *(_unknown_values, _wrapping, _unfilled_auto, _moved_defaults, _batch, _precision),
-    *(_offloads, _second_optimizer, _weights, _processes, _unseen),
+    *(_offloads, _second_optimizer, _weights, _processes, _silent_faults, _unseen),
 )
 """What judges a launch; each gives findings of a rule of rules.toml, or of two."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from toolkit import stack
 from toolkit.errors import UsageError
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.learning_rate import LearningRate
@@ -36,6 +37,8 @@ def recommendation_lines(answer: Recommendation) -> Iterator[str]:
     for candidate in answer.runners_up:
         yield f"- Under another strategy: {_beside(candidate)}"
     yield learning_rate_sentence(answer.learning_rate)
+    if answer.choice is not None:
+        yield from silent_faults(answer.choice.job)
     for number, option in enumerate(answer.options, 1):
         yield ""
         yield from option_lines(number, option)
@@ -43,6 +46,16 @@ def recommendation_lines(answer: Recommendation) -> Iterator[str]:
         yield "\nAdd --train_file or --dataset_name with your rows to a command."
         if answer.choice is not None and answer.choice.job.nodes > 1:
             yield nodes_sentence(answer.choice.job.nodes)
+
+
+def silent_faults(job: PlannedJob) -> Iterator[str]:
+    """Yield a line for each fault of the installed releases that a job would meet."""
+    strategy, has_adapters = job.strategy, job.method != "full"
+    settings = stack.settings_of(
+        strategy, accumulation=job.accumulation, precision=job.precision, adapters=has_adapters
+    )
+    for fault in stack.met(settings):
+        yield f"Before you train: {stack.sentence(fault)} {stack.advice([fault])}"
 
 
 def option_lines(number: int, option: Option) -> list[str]:

@@ -1,0 +1,208 @@
+"""Which releases compute right numbers: the cells of `toolkit verify`, under releases side by side.
+
+    python benchmarks/verify_matrix.py --envs /tmp/stacks
+
+Each stack is this environment with another release of one package laid before it, in an environment
+of its own: torch is installed once. An environment that is there is used again, and so is what the
+cells gave under it; `--again` runs them anew. It writes docs/releases.md, the dated JSON under
+benchmarks/results, and what tools read: toolkit/stack/measured.json.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import venv
+from collections import defaultdict
+from pathlib import Path
+
+from packaging.version import Version
+
+from toolkit import stack
+from toolkit.files import write_text
+from toolkit.verifying.verify import Found, all_cells, faults_of, run_cells, settings_of
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "releases.md"
+RESULTS = ROOT / "benchmarks" / "results"
+
+STACKS = [
+    {},
+    *({"deepspeed": one} for one in ("0.16.9", "0.17.6", "0.18.3", "0.18.9", "0.19.0")),
+    *({"accelerate": one} for one in ("1.10.1", "1.11.0", "1.12.0", "1.13.0", "1.14.0")),
+    *({"transformers": one} for one in ("5.0.0", "5.17.0")),
+]
+"""What differs from this environment. Its own releases are the newest."""
+
+INTRODUCTION = """\
+# Releases
+
+After this page you know which releases of DeepSpeed, Accelerate and transformers compute what one
+process computes, and what to install in place of one that does not.
+
+```sh
+toolkit verify
+```
+
+Each cell trains a small Llama as two [ranks](glossary.md#rank), and holds its updates, weights or
+loaded weights against those of one process ([Verify](verify.md)). A column is a stack: the releases
+of the first column, with the named one in place of its own. This page is written by
+`benchmarks/verify_matrix.py`.
+"""
+
+LEGEND = """\
+- `.` is right; a number is red: the size of the update along the true one, which misses it.
+- `wrong` is red in another way: a norm, a resume, loaded weights.
+- `raises` is loud: the run ends with an error. `-` was not run.
+"""
+
+
+def name_of(changes):
+    return " ".join(f"{package} {release}" for package, release in changes.items()) or "newest"
+
+
+def prepared(changes, folder):
+    """Return the Python of a stack; it is made where it is missing."""
+    if not changes:
+        return None
+    place = folder / name_of(changes).replace(" ", "-")
+    python = place / "bin" / "python"
+    if not (place / "made").exists():
+        venv.create(place, with_pip=False, symlinks=True, clear=True)
+        site = next(place.glob("lib/python*/site-packages"))
+        here = next(path for path in map(Path, sys.path) if path.name == "site-packages")
+        (site / "base.pth").write_text(f"{here}\n")
+        words = [f"{package}=={release}" for package, release in changes.items()]
+        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+        subprocess.run(
+            [*pip, "--no-compile", "--no-build-isolation", *words],
+            env={**os.environ, "DS_ACCELERATOR": "cpu"},
+            check=True,
+        )
+        (place / "made").touch()
+    return str(python)
+
+
+def measured(folder, *, again, kept_alone):
+    """Return what the cells gave under each stack, by its name."""
+    found = {}
+    for changes in STACKS:
+        name = name_of(changes)
+        kept = folder / f"{name.replace(' ', '-')}.json"
+        if kept_alone and not kept.exists():
+            continue
+        if again or not kept.exists():
+            # What one release of DeepSpeed compiles is not for another.
+            os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / f"{name.replace(' ', '-')}-built")
+            result = run_cells([*all_cells().values()], prepared(changes, folder))
+            kept.write_text(json.dumps(vars_of(result), indent=1))
+        found[name] = Found(**json.loads(kept.read_text()))
+        print(name, {n: c["answer"] for n, c in found[name].red.items()}, flush=True)
+    return found
+
+
+def vars_of(found):
+    return {name: getattr(found, name) for name in found.__slots__}
+
+
+def sign(cell):
+    if cell is None or cell["answer"] == "not run":
+        return "-"
+    if cell["answer"] == "raised":
+        return "raises"
+    if cell["answer"] == "right":
+        return "."
+    before, _, after = cell["words"].partition(" of its size, and has ")
+    return f"{float(after.split()[0]):.2f}" if after and before else "wrong"
+
+
+def unknown(found):
+    """Return what no thread tells of, in the form of the table of known faults."""
+    rows = []
+    for changes in (one for one in STACKS if name_of(one) in found):
+        one = found[name_of(changes)]
+        for cell in all_cells().values():
+            is_silent = one.cells.get(cell["name"], {}).get("answer") == "wrong"
+            if not is_silent or faults_of(cell, "wrong", one.versions):
+                continue
+            package = next(iter(changes), "deepspeed" if "stage" in cell else "accelerate")
+            release = one.versions[package]
+            row = {"package": package, "releases": f"=={release}"}
+            row["text"] = f"`toolkit verify` finds its cell {cell['name']} wrong"
+            row["link"] = "no thread is known"
+            where = settings_of(cell)
+            told = {name: one for name, one in where.items() if one is True or name == "backend"}
+            row["where"] = {name: [one] for name, one in told.items()}
+            if where["stage"] is not None:
+                row["where"]["stage"] = [where["stage"]]
+            row["cells"] = [cell["name"]]
+            good = [
+                other.versions[package]
+                for other in found.values()
+                if other.cells.get(cell["name"], {}).get("answer") == "right"
+                and Version(other.versions[package]) > Version(release)
+            ]
+            if good:
+                row["first"] = min(good, key=Version)
+            else:
+                row["meanwhile"] = "train under another strategy"
+            rows.append(row)
+    return rows
+
+
+def page(found, date):
+    names = list(found)
+    newest = ", ".join(f"{n} {v}" for n, v in found["newest"].versions.items())
+    lines = [INTRODUCTION, f"Measured on {date} over {found['newest'].transport}:\n{newest}.\n"]
+    lines.append(LEGEND)
+    lines += ["## The table\n", f"| cell | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for cell in all_cells().values():
+        signs = [sign(found[name].cells.get(cell["name"])) for name in names]
+        lines.append(f"| `{cell['name']}`: {cell['text']} | {' | '.join(signs)} |")
+    lines += ["", "## What is red\n", "| fault | releases | first good | seen here | thread |"]
+    lines.append("|---|---|---|---|---|")
+    for fault in stack.known_faults():
+        seen = defaultdict(list)
+        for name in names:
+            for cell in all_cells().values():
+                red = found[name].red.get(cell["name"])
+                if red and fault in faults_of(cell, red["answer"], found[name].versions):
+                    seen[name].append(f"`{cell['name']}`")
+        shown = "; ".join(f"{name}: {', '.join(cells)}" for name, cells in seen.items())
+        first = fault.get("first", "none yet")
+        releases = f"{fault['package']} {fault['releases']}".replace("<", "&lt;")
+        link = fault["link"]
+        thread = f"[thread]({link})" if link.startswith("http") else "none is known"
+        text = f"{fault['text'][0].upper()}{fault['text'][1:]}"
+        lines.append(f"| {text} | {releases} | {first} | {shown or 'not in a cell'} | {thread} |")
+    for name in names:
+        raised = {
+            cell["words"] for n, cell in found[name].red.items() if cell["answer"] == "raised"
+        }
+        for words in sorted(raised):
+            lines.append(f"\n{name} raises: `{words[:90]}`")
+    lines += ["", "What raises is no silent fault. NCCL and real GPUs were not at hand."]
+    return "\n".join(lines) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--envs", type=Path, required=True, help="folder of the environments")
+    parser.add_argument("--again", action="store_true", help="run cells that were run before")
+    parser.add_argument("--kept", action="store_true", help="write from what was run before alone")
+    options = parser.parse_args()
+    options.envs.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("TOOLKIT_CACHE", str(options.envs / "cache"))
+    found = measured(options.envs, again=options.again, kept_alone=options.kept)
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    write_text(stack.MEASURED, json.dumps(unknown(found), indent=2) + "\n")
+    stack.known_faults.cache_clear()
+    write_text(PAGE, page(found, date))
+    kept = {name: vars_of(one) | {"defaults": {}} for name, one in found.items()}
+    write_text(RESULTS / f"{date}-verify-matrix.json", json.dumps(kept, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

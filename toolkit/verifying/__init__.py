@@ -1,0 +1,1 @@
+"""`toolkit verify`: whether the installed releases compute what one process computes."""

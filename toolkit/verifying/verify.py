@@ -1,0 +1,261 @@
+"""Run the cells under a stack, judge them against what is known, and compare two stacks."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from toolkit import environment, stack
+from toolkit.environment import stack_file
+from toolkit.errors import UsageError
+from toolkit.launching.launch import signals_as_exit
+from toolkit.launching.python import python_environment
+from toolkit.launching.supervised import supervised
+from toolkit.records.json_files import SCHEMA, write_json
+from toolkit.tables.terminal import print_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+HERE: Final = Path(__file__).parent
+RIGHT: Final = "right"
+COULD_NOT_RUN: Final = 3
+
+OTHER_NORM: Final = 1e-3
+"""From this relative difference on, two stacks compute other gradients in fp32; in bf16 from
+ten times of it."""
+
+UNKNOWN: Final = (
+    "unknown: no thread is known. Train under another strategy or release until it is, and report "
+    "it with --json"
+)
+
+Cell = dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class Found:
+    """What the cells of one stack gave."""
+
+    versions: dict[str, str] = field(default_factory=dict[str, str])
+    transport: str = ""
+    defaults: dict[str, str] = field(default_factory=dict[str, str])
+    cells: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    """By name: `answer` is right, wrong, raised or not run, with `words` or what was measured."""
+
+    @property
+    def red(self) -> dict[str, dict[str, Any]]:
+        return {n: c for n, c in self.cells.items() if c["answer"] in ("wrong", "raised")}
+
+    @property
+    def words(self) -> str:
+        right = sum(cell["answer"] == RIGHT for cell in self.cells.values())
+        date = datetime.datetime.now(datetime.UTC).date().isoformat()
+        names = ", ".join(f"{n} {v}" for n, v in self.versions.items() if n != "python")
+        count = f"{right} of {len(self.cells)} cells right over {self.transport}"
+        red = f"; red: {', '.join(self.red)}" if self.red else ""
+        return f"toolkit verify: {count}, {date} ({names}){red}"
+
+
+@cache
+def table() -> dict[str, Any]:
+    """Return cells.toml."""
+    return tomllib.loads((HERE / "cells.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def all_cells() -> dict[str, Cell]:
+    """Return the cells by name, in their order."""
+    return {cell["name"]: cell for cell in table()["cell"]}
+
+
+def verify(
+    *, python: str | None, only: Sequence[str], against: str | None, as_json: bool, console: Console
+) -> int:
+    """Run the cells, say which are red and why, or what another stack does otherwise.
+
+    Returns:
+        0 where all are right, 1 where a cell is red or broken, 3 where they could not be run.
+
+    Raises:
+        UsageError: a cell or a Python that is not there.
+    """
+    cells = chosen(only)
+    stacks = [python] if against is None else [python, against]
+    found = [run_cells(cells, one, defaults=against is not None) for one in stacks]
+    if not all(RIGHT in {c["answer"] for c in one.cells.values()} or one.red for one in found):
+        return COULD_NOT_RUN
+    if against is not None:
+        document, said = compared(*found)
+        is_bad = document["answer"] == "broken"
+    else:
+        document, said = to_json(found[0]), lines(found[0])
+        is_bad = bool(found[0].red)
+        if python is None and len(cells) == len(all_cells()):
+            stack_file().parent.mkdir(parents=True, exist_ok=True)
+            write_json(stack_file(), document)
+    if as_json:
+        console.print_json(data=document)
+    else:
+        for line in said:
+            print_line(line, console=console)
+    return int(is_bad)
+
+
+def chosen(only: Sequence[str]) -> list[Cell]:
+    """Return the cells whose names begin with one of the words, all without any.
+
+    Raises:
+        UsageError: no cell does.
+    """
+    for word in only:
+        if not any(name.startswith(word) for name in all_cells()):
+            raise UsageError(f"--only {word}: no cell is named so. Take {', '.join(all_cells())}.")
+    words = tuple(only) or ("",)
+    return [cell for name, cell in all_cells().items() if name.startswith(words)]
+
+
+def run_cells(cells: Sequence[Cell], python: str | None = None, *, defaults: bool = False) -> Found:
+    """Return what cells give under the stack of a Python, this one's if none is named.
+
+    Raises:
+        UsageError: there is no such Python.
+    """
+    program = shutil.which(python or sys.executable)
+    if program is None:
+        raise UsageError(f"{python} is no Python that can be started. Name its path.")
+    variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if sys.platform == "linux" and not environment.gpus():
+        variables["GLOO_SOCKET_IFNAME"] = "lo"
+    left_out = [n for n in os.environ if n.startswith(("ACCELERATE_", "FSDP_", "PYTHONPATH"))]
+    with tempfile.TemporaryDirectory(prefix="toolkit-verify-") as folder, signals_as_exit():
+        request, results, log = (Path(folder, n) for n in ("cells.json", "results", "log"))
+        given = table() | {"cells": cells, "defaults": defaults}
+        request.write_text(json.dumps(given), encoding="utf-8")
+        # The supervisor finds our packages, and the program only those of its own Python.
+        unset = [word for name in {*left_out, "PYTHONPATH"} for word in ("-u", name)]
+        command = ["env", *unset, *(f"{name}={value}" for name, value in variables.items())]
+        command += [program, str(HERE / "stand_alone.py"), str(request), str(results)]
+        with log.open("wb") as output:
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output}
+            subprocess.run(
+                supervised(command),
+                env=python_environment(),
+                cwd=folder,
+                stderr=output,
+                check=False,
+                **streams,
+            )
+        found = Found()
+        for line in results.read_text(encoding="utf-8").splitlines() if results.exists() else ():
+            entry = json.loads(line)
+            if name := entry.pop("cell", None):
+                found.cells[name] = entry
+            else:
+                found = Found(**entry)
+        if len(found.cells) < len(cells):
+            last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+            sys.stderr.write(f"toolkit: {program} could not run the cells: {last}\n")
+            return Found()
+        return found
+
+
+def faults_of(cell: Cell, answer: str, versions: Mapping[str, str]) -> list[stack.Fault]:
+    """Return the known faults of releases that a red cell may show, the most special first."""
+    settings = settings_of(cell)
+    met = [
+        fault
+        for fault in stack.faults_of(versions, loud=answer == "raised")
+        if cell["name"] in fault.get("cells", [cell["name"]])
+        and ("cells" in fault or all(settings[n] in v for n, v in fault["where"].items()))
+    ]
+    return sorted(met, key=lambda fault: -len(fault["where"]))
+
+
+def settings_of(cell: Cell) -> dict[str, Any]:
+    """Return what a cell trains, in the words of `where` of the known faults."""
+    stage = cell.get("stage")
+    return {
+        "backend": "fsdp" if "fsdp" in cell else "ddp" if stage is None else "deepspeed",
+        "stage": stage,
+        "offloads": "offload" in cell,
+        "accumulates": "accumulation" in cell,
+        "accumulates_in": cell.get("accumulates_in", "default"),
+        "overlaps": cell.get("overlap", stage == 3),
+        "precision": cell.get("precision", "fp32"),
+        "engine": cell["through"],
+        "adapters": "lora" in cell,
+        "reuses": "reused" in cell,
+        "resumes": "resumes" in cell,
+        "scheduler": cell.get("scheduler", {}).get("type"),
+    }
+
+
+def to_json(found: Found) -> dict[str, Any]:
+    """Return what was found, with the known faults of red cells."""
+    document: dict[str, Any] = {"schema": SCHEMA, "words": found.words, "cells": {}}
+    document |= {"versions": found.versions, "transport": found.transport}
+    for name, cell in found.cells.items():
+        faults = faults_of(all_cells()[name], cell["answer"], found.versions)
+        known = [
+            {"text": f["text"], "link": f["link"], "advice": stack.advice([f])}
+            for f in (faults if name in found.red else ())
+        ]
+        document["cells"][name] = {"text": all_cells()[name]["text"], **cell, "known": known}
+    return document
+
+
+def lines(found: Found) -> list[str]:
+    """Return a line for each cell that is not right, its cause below it, and the sum."""
+    shown: list[str] = []
+    for name, cell in to_json(found)["cells"].items():
+        if cell["answer"] != RIGHT:
+            shown.append(f"{cell['answer']}: {name} ({cell['text']}): {cell['words']}")
+        if name in found.red:
+            known = [f"known: {f['text']} ({f['link']}). {f['advice']}" for f in cell["known"]]
+            shown += [f"    {line}" for line in known or [UNKNOWN]]
+    return [*shown, found.words]
+
+
+def compared(here: Found, other: Found) -> tuple[dict[str, Any], list[str]]:
+    """Return whether a second stack is `the same`, `changed` or `broken`, as JSON and in lines."""
+    said = next(filter(None, (_difference(name, here, other) for name in here.cells)), None)
+    moved = _moved(here.defaults, other.defaults)
+    answer = "broken" if said else "changed" if moved else "the same"
+    words = [said] if said else moved
+    document = {"schema": SCHEMA, "answer": answer, "words": words}
+    releases = ", ".join(_moved(here.versions, other.versions))
+    shown = [": ".join(filter(None, (answer, releases))), *words]
+    return document | {"here": here.versions, "other": other.versions}, shown
+
+
+def _difference(name: str, here: Found, other: Found) -> str | None:
+    cell, theirs = here.cells[name], other.cells[name]
+    title = f"{name} ({all_cells()[name]['text']})"
+    if cell["answer"] != theirs["answer"]:
+        both = {"here": cell, "there": theirs}
+        said = [f"{one['answer']} {where} {one.get('words', '')}" for where, one in both.items()]
+        return f"{title}: {'; '.join(map(str.strip, said))}"
+    limit = OTHER_NORM * (10 if "precision" in all_cells()[name] else 1)
+    norms = [one.get("norm", 0.0) for one in (theirs, cell)]
+    if math.isclose(*norms, rel_tol=limit):
+        return None
+    return f"{title}: the gradients have norm {norms[0]:.6g} there, {norms[1]:.6g} here"
+
+
+def _moved(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """Return what both have and has another value; what one has alone is no default that moved."""
+    shared = sorted(before.keys() & after.keys())
+    return [f"{n} {before[n]} -> {after[n]}" for n in shared if before[n] != after[n]]
