@@ -121,7 +121,7 @@ def epochs(subject: Subject) -> Finding:
     step = both[-1]
     # A last batch that is not whole counts as one, so that lengths differ a little.
     if not 1 / HALVED < ours[step] / theirs[step] < HALVED:
-        return broken(
+        return note(
             f"step {step} is logged as epoch {ours[step]:.4g}, and as {theirs[step]:.4g} in one "
             "process that reads as many rows",
             "Give each rank the whole data set: the Trainer splits it by itself",
