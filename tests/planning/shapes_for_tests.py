@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toolkit.jobs.shape import ModelShape, Tensor
-from toolkit.planning.models.families import FAMILIES
+from toolkit.planning.models.family import FAMILIES
 
 
 def llama(
@@ -52,7 +52,7 @@ def llama(
         kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate_size=intermediate,
-        block=FAMILIES["llama"].block,
+        kept=FAMILIES["llama"].kept_forms("0", grouped=kv_heads < heads),
         vocab_size=vocab,
         max_positions=positions,
         tied=tied,
@@ -93,7 +93,9 @@ def gpt2(*, hidden=768, layers=12, heads=12, vocab=50257, positions=1024, name="
         kv_heads=heads,
         head_dim=hidden // heads,
         intermediate_size=4 * hidden,
-        block=FAMILIES["gpt2"].block,
+        kept=FAMILIES["gpt2"].kept_forms("1", grouped=False),
+        gated=False,
+        rotary=False,
         vocab_size=vocab,
         max_positions=positions,
         tied=True,

@@ -15,27 +15,25 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import redirect_stdout
+from dataclasses import replace
+from itertools import product
 from typing import Any, Final
 
 import torch
 from torch import nn
 
 from toolkit.errors import sentence_of
+from toolkit.jobs.kept import ADAPTED, FULL, FormTable, KeptForms, Regime
 from toolkit.jobs.shape import ATTENTION
-from toolkit.measuring.meta_model_layers import CODE_ERRORS, LayerCount
-
-ROWS: Final = 2
-
-SEQUENCES: Final = (256, 2048)
-"""Lengths of the counted rows: the bytes of a token are linear in the length."""
-
-DTYPES: Final = {4: torch.float32, 2: torch.bfloat16}
-
-FULL: Final = ((4, 4, False, 0), (2, 2, False, 0), (2, 4, True, 0), (2, 2, True, 0))
-"""Bytes of an element in products and of a weight, whether autocast is on, and no adapters."""
-
-ADAPTED: Final = ((4, 4, False, 4), (2, 2, False, 2), (2, 2, True, 4), (2, 2, True, 2))
-"""The same with frozen weights, and with the bytes of an element of an adapter."""
+from toolkit.measuring.meta_forms import (
+    FEATURES,
+    GENERIC,
+    ROWS,
+    LengthReader,
+    Reader,
+    keys_of,
+)
+from toolkit.measuring.meta_model_layers import CODE_ERRORS, DTYPES, RANK, LayerCount
 
 SCAN: Final = re.compile(
     r"(?:Mixer|MambaLayer|DeltaAttention|DeltaNet|LightningAttention|RecurrentBlock"
@@ -65,34 +63,118 @@ def count_model(config: Mapping[str, Any]) -> dict[str, Any]:
         answer = describe(model, stack, layers)
     except Exception as error:  # of any kind: the code of some 190 architectures meets the config
         return {"error": f"{type(error).__name__}: {sentence_of(error)}"}
-    kept: dict[str, dict[str, dict[str, float]]] = {}
+    try:
+        found = _read_generic(config)
+        if found is None:
+            table = FormTable()
+            found = _rows(config, LengthReader(table))
+            found |= {"features": LengthReader.FEATURES, "forms": table.flat()}
+        return answer | found
+    except CODE_ERRORS as error:
+        reason = f"{type(error).__name__}: {sentence_of(error)}"
+        return answer | {"assumed": {answer["architecture"]: reason}}
+
+
+def _read_generic(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the forms that hold for models of this kind in all widths; None if none are found.
+
+    They are held against what the model of the config itself keeps in the commonest regimes.
+    """
+    text = parsed(config).get_text_config(decoder=True)
+    keys = keys_of(text)
+    own = {name: getattr(text, key) for name, key in keys.items()}
+    own["head_dim"] = own.get("head_dim") or own["hidden"] // own["heads"]
+    own.setdefault("kv_heads", own["heads"])
+    rope = getattr(text, "rope_parameters", None)
+    for is_derived in (False, True):
+        # Some classes read the width of a head without a default for it, and some do not.
+        derived = {"hidden": GENERIC["heads"] * GENERIC["head_dim"]} if is_derived else {}
+        widths = GENERIC | {"embedding": 0} | derived
+        generic = {key: widths[name] for name, key in keys.items()}
+        generic["head_dim"] = widths["head_dim"]
+        if isinstance(rope, dict) and "partial_rotary_factor" in rope:
+            # The temporary tensors of a part of a head are taken for those of all of it.
+            generic["rope_parameters"] = {**rope, "partial_rotary_factor": 1.0}
+        table = FormTable()
+        try:
+            found = _rows({**config, **generic}, Reader(widths, table), widths["rank"])
+            found |= {"features": FEATURES, "forms": table.flat()}
+            if found["kinds"] and _holds(config, found, own):
+                return found | {"widths": own}
+        except Exception:  # of any kind: these widths are not the config's
+            continue
+    return None
+
+
+def _holds(config: Mapping[str, Any], found: Mapping[str, Any], widths: Mapping[str, int]) -> bool:
+    """Whether forms say what the model of a config keeps, with all weights trained."""
+    forms = KeptForms(features=found["features"], forms=found["forms"], rows=found["rows"])
+    length = LengthReader.LENGTHS[0]
+    for eager, (size, dtype) in product((False, True), DTYPES.items()):
+        model = build(config, dtype, eager=eager)
+        for regime, targets, count in passes(model, size):
+            if targets != "none":
+                break
+            count.run(ROWS, length)
+            for kind, twin in enumerate(dict.fromkeys(count.twins)):
+                key = regime.key(targets, fused=not eager)
+                said = forms.of_layer(key, kind, widths | {"sequence": length, "rank": 0})
+                said = (
+                    said.saved,
+                    said.boundary,
+                    said.products,
+                    said.every_second,
+                    said.backward_peak,
+                )
+                counted = count.kept[twin].per_token(ROWS * length)
+                if any(abs(a - b) > 0.005 * b for a, b in zip(said, counted, strict=True)):
+                    return False
+    return True
+
+
+def _rows(
+    config: Mapping[str, Any], reader: Reader | LengthReader, rank: int = RANK
+) -> dict[str, Any]:
+    """Return the rows of `KeptForms`, and what else the passes show of a model."""
+    rows: dict[str, list[Any]] = {}
     assumed: dict[str, str] = {}
-    for attention in ("flash", "eager"):
-        for size, dtype in DTYPES.items():
-            try:
-                model = build(config, dtype, eager=attention == "eager")
-                for key, count in passes(model, size):
-                    kept[f"{key}-{attention}"] = {
-                        str(length): count.run(ROWS, length).per_token(ROWS * length)
-                        for length in SEQUENCES
-                    }
-                    assumed |= count.assumed
-                    answer["logit_softcap"] = count.wide > 0
-            except CODE_ERRORS as error:
-                assumed[answer["architecture"]] = f"{type(error).__name__}: {sentence_of(error)}"
-    return answer | {"kept": kept, "assumed": assumed}
+    grouped = softcap = False
+    kinds: list[int] = []
+    for eager, (size, dtype) in product((False, True), DTYPES.items()):
+        model = build(config, dtype, eager=eager)
+        for regime, targets, count in passes(model, size, rank):
+            for compiled, row in enumerate(reader.rows(count)):
+                key = replace(regime, compiled=bool(compiled)).key(targets, fused=not eager)
+                rows[key] = row
+            assumed |= count.assumed
+            grouped, softcap = grouped or count.grouped, softcap or count.wide > 0
+            first = list(dict.fromkeys(count.twins))
+            kinds = [first.index(twin) for twin in count.twins]
+    return {
+        "rows": rows,
+        "kinds": kinds,
+        "assumed": assumed,
+        "groups_heads": grouped,
+        "logit_softcap": softcap,
+    }
+
+
+def parsed(config: Mapping[str, Any]) -> Any:
+    """Return the config of transformers that a config.json describes."""
+    from transformers import AutoConfig
+
+    values = {key: value for key, value in config.items() if key not in ("model_type", "auto_map")}
+    return AutoConfig.for_model(config["model_type"], **values)
 
 
 def build(config: Mapping[str, Any], dtype: torch.dtype, *, eager: bool = False) -> Any:
     """Return the causal LM of a config.json on the meta device, ready to be trained."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    values = {key: value for key, value in config.items() if key not in ("model_type", "auto_map")}
-    parsed = AutoConfig.for_model(config["model_type"], **values)
     # Without a choice, transformers takes SDPA where the class supports it.
     options = {"attn_implementation": "eager"} if eager else {}
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(parsed, dtype=dtype, **options).train()
+        return AutoModelForCausalLM.from_config(parsed(config), dtype=dtype, **options).train()
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -129,27 +211,25 @@ def _likeness(layer: nn.Module) -> Any:
     )
 
 
-def passes(model: Any, weight: int) -> Iterator[tuple[str, LayerCount]]:
-    """Yield the passes through a model with weights of this size, by their names."""
-    head = model.get_output_embeddings()
+def passes(model: Any, weight: int, rank: int = RANK) -> Iterator[tuple[Regime, str, LayerCount]]:
+    """Yield the passes through a model with weights of this size, and what has adapters."""
     _, layers = decoder_layers(model)
     twins = twins_of(layers)
-    for compute, of_weight, autocast, adapter in (*FULL, *ADAPTED):
-        if of_weight != weight:
-            continue
-        for targets in ("all-linear", "attention") if adapter else ("none",):
+    full = [(regime, "none") for regime in FULL]
+    adapted = [(regime, targets) for regime in ADAPTED for targets in ("all-linear", "attention")]
+    for regime, targets in (*full, *adapted):
+        if regime.weight == weight:
             yield (
-                f"{compute}-{weight}-{int(autocast)}-{adapter}-{targets}",
+                regime,
+                targets,
                 LayerCount(
                     model=model,
                     layers=layers,
                     twins=twins,
-                    vocabulary=0 if head is None else head.weight.shape[0],
-                    compute=DTYPES[compute],
-                    autocast=autocast,
+                    regime=regime,
                     is_uncountable=lambda module: bool(SCAN.search(type(module).__name__)),
-                    adapted=_targeted(model, targets) if adapter else None,
-                    adapter=DTYPES[adapter or 4],
+                    adapted=_targeted(model, targets) if targets != "none" else None,
+                    rank=rank,
                 ),
             )
 
@@ -198,6 +278,8 @@ def describe(model: Any, stack: str, layers: nn.ModuleList) -> dict[str, Any]:
         "qk_norm": len(norms) > len(wide),
         "dropout": any(isinstance(m, nn.Dropout) and m.p > 0 for x in layers for m in x.modules())
         or bool(getattr(config, "attention_dropout", 0)),
+        "rotary": any("Rotary" in type(module).__name__ for module in model.modules())
+        or hasattr(config, "rotary_dim"),
         "gated": any("gate" in name for name, _ in layers[0].named_parameters()),
         "towers": _towers(model),
     }

@@ -15,7 +15,7 @@ import torch
 
 from toolkit.engines.tensors import tensors_in
 from toolkit.errors import UsageError
-from toolkit.planning.models.families import FAMILIES
+from toolkit.planning.models.family import FAMILIES
 
 Autocast = Callable[[], AbstractContextManager[object]]
 """Enters the precision of the training."""
@@ -86,8 +86,7 @@ def _stack_of(model: Any) -> Observed:
     family = FAMILIES.get(kind)
     stack = None
     if family is not None:
-        path = f"{family.stem}.{family.stack}"
-        stack = dict(model.named_modules()).get(path)
+        stack = dict(model.named_modules()).get(family.stack)
     if family is None or not isinstance(stack, torch.nn.ModuleList):
         raise UsageError(
             f"{name} (model_type {kind!r}) cannot be cut into the stages of a pipeline: its list "
@@ -98,7 +97,7 @@ def _stack_of(model: Any) -> Observed:
             f"{name} cannot be cut into the stages of a pipeline with output_router_logits: its "
             "loss needs the routers of all layers. Set output_router_logits to false."
         )
-    return Observed(stack=f"{family.stem}.{family.stack}", layers=stack)
+    return Observed(stack=family.stack, layers=stack)
 
 
 def _parts(model: torch.nn.Module, stack: str) -> list[Part]:

@@ -20,13 +20,14 @@ from typing import Any, cast
 from toolkit.environment import cache_root
 from toolkit.errors import UsageError
 from toolkit.files import write_text
-from toolkit.jobs.shape import ATTENTION, UNCOUNTED, Block, ModelShape, Tensor, TokenBytes
+from toolkit.jobs.kept import KeptForms
+from toolkit.jobs.shape import ATTENTION, UNCOUNTED, ModelShape, Tensor
 from toolkit.launching.python import package_folder, python_environment
 from toolkit.launching.supervised import supervised
 from toolkit.planning.models.reading import shown
 
 WORKER = "toolkit.measuring.meta_model"
-SOURCES = ("meta_model.py", "meta_model_layers.py", "meta_counting.py")
+SOURCES = ("meta_model.py", "meta_model_layers.py", "meta_counting.py", "meta_forms.py")
 
 _ADVICE = "Plan with a parameter count such as 7b."
 
@@ -138,25 +139,23 @@ def _shape(answer: Mapping[str, Any], name: str) -> ModelShape:
         )
     same_names = (
         "architecture layers hidden_size heads kv_heads head_dim intermediate_size vocab_size "
-        "max_positions tied experts active_experts norms_per_layer qk_norm dropout logit_softcap"
+        "max_positions tied experts active_experts norms_per_layer qk_norm dropout logit_softcap "
+        "gated rotary groups_heads"
     )
-    learned = any(kind == "positions" for _, _, kind, _ in answer["tensors"])
+    facts = {key: answer[key] for key in same_names.split()}
+    if widths := answer.get("widths"):  # the forms hold in all widths
+        facts |= {"dense_size": widths["ffn"], "expert_size": widths.get("expert", 0)}
     return ModelShape(
         name=name,
-        block=Block(
-            gate_up="apart" if answer["gated"] else "none", rotary="none" if learned else "whole"
-        ),
+        kept=KeptForms(features=answer["features"], forms=answer["forms"], rows=answer["rows"]),
+        kinds=tuple(answer["kinds"]),
         tensors=tuple(
             Tensor(tensor, tuple(shape), kind, layer)
             for tensor, shape, kind, layer in answer["tensors"]
         ),
-        counted={
-            regime: {int(length): TokenBytes(**sizes) for length, sizes in rows.items()}
-            for regime, rows in answer["kept"].items()
-        },
         note=_note(answer),
         uncounted=bool(answer["assumed"]),
-        **{key: answer[key] for key in same_names.split()},
+        **facts,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -48,6 +48,8 @@ class ConfigReader:
 
     defaults: Mapping[str, object]
     aliases: Mapping[str, str]
+    dropout: Sequence[str] = ()
+    """Keys of probabilities of dropout."""
 
     def get(self, key: str) -> object:
         """Return the value of `key` or of its alias, or the default of transformers."""
