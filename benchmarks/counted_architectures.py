@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from toolkit.measuring.meta_model import build, decoder_layers, describe, passes
-from toolkit.planning.models.families import FAMILIES
+from toolkit.planning.models.family import FAMILIES
 
 ROWS, SEQUENCE = 2, 256
 

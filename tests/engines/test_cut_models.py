@@ -12,7 +12,7 @@ from toolkit.engines.pipelining.cutting import Window, cut_model
 from toolkit.engines.pipelining.observed import observe
 from toolkit.errors import UsageError
 from toolkit.planning.models.architectures import shape_from_config
-from toolkit.planning.models.families import FAMILIES
+from toolkit.planning.models.family import FAMILIES
 
 WIDTHS = {
     "hidden": 32,
@@ -24,8 +24,8 @@ WIDTHS = {
     "vocab": 70,
     "positions": 64,
     "experts": 4,
-    "active_experts": 2,
-    "expert_ffn": 24,
+    "active": 2,
+    "expert": 24,
 }
 PECULIAR = {
     "opt-projected": ("opt", {"word_embed_proj_dim": 24}),

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from toolkit.backends.matrices import PLANNED, part_of_model
 from toolkit.engines.tensor_parallel import plan_problem
-from toolkit.planning.models import families as planned
+from toolkit.planning.models import family as planned
 from toolkit.planning.models.architectures import shape_from_config
 
 GROUPS = {

@@ -128,9 +128,7 @@ def test_bytes_kept_for_backward_are_those_that_autograd_keeps(family, attention
     shape = shape_from_config(config_of(family, 4).to_dict(), name=family)
     counted = count_of_two_layers(family, attention=attention, regime=regime)
     predicted = sum(
-        layer_bytes(
-            shape, REGIMES[regime], SEQUENCE, fused=attention == "sdpa", kind=kind
-        ).saved
+        layer_bytes(shape, REGIMES[regime], SEQUENCE, fused=attention == "sdpa", kind=kind).saved
         for kind in shape.layer_kinds[2:]
     )
     assert predicted == pytest.approx(counted, rel=0.01)
