@@ -26,9 +26,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
+from toolkit.engines.described import decoder_layers, describe, splits_of
 from toolkit.jobs.kept import FormTable, KeptForms
 from toolkit.measuring.meta_forms import FEATURES, GENERIC, KEYS, ROWS, Reader
-from toolkit.measuring.meta_model import build, decoder_layers, describe, passes
+from toolkit.measuring.meta_model import build, passes
 from toolkit.measuring.meta_model_layers import DTYPES, Sizes
 
 KNOWN = Path(__file__).parents[1] / "toolkit/planning/models/known"
@@ -86,6 +87,12 @@ OTHER: Mapping[str, int] = {
 DERIVED_HEADS = ("gpt2", "gptj", "gpt_neox", "bloom", "opt", "falcon")
 """Families that don't read the width of a head, or the number of key heads but for Falcon."""
 
+ATTENTION: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "gpt_neox": (("query_key_value",), "attention.dense"),
+    "gptj": (("q_proj", "k_proj", "v_proj"), "attn.out_proj"),
+}
+"""Of these that transformers has a tensor-parallel plan for: what reads and writes the stream."""
+
 OLD_NAMES = {"bloom": {"hidden_size": "n_embed"}, "falcon": {"hidden_size": "n_embed"}}
 """Keys of old files that a config class reads as well."""
 
@@ -128,6 +135,8 @@ class Counter:
         widths = {**widths, "layers": layers}
         if self.keys.get("expert") == self.keys.get("ffn"):
             widths["ffn"] = widths["expert"]
+        if self.model_type in ATTENTION:  # some heads more than are kept: see `cut_heads`
+            widths["heads"] += 1 + widths["heads"] // 4
         if "head_dim" not in self.keys:
             widths["hidden"] = widths["heads"] * widths["head_dim"]
         if not switches.get("grouped", True):
@@ -173,6 +182,8 @@ class Counter:
         read = {role: config[key] for role, key in self.keys.items() if role != "layers"}
         if "head_dim" not in self.keys:
             read["head_dim"] = read["hidden"] // read["heads"]
+        if self.model_type in ATTENTION:
+            read["heads"] = widths["heads"]
         if "kv_heads" not in self.keys:
             read["kv_heads"] = read["heads"]
         if not switches.get("projected"):
@@ -190,11 +201,13 @@ class Counter:
         before: list[int] = []
         after: list[int] = []
         of_layers: list[list[int]] = [[] for _ in layers]
+        splits = splits_of(model, stack)
         for name, shape, kind, layer in answer["tensors"]:
+            split = splits.get(name)
             if layer is not None:
                 name = name.removeprefix(f"{stack}.{layer}.")
             dims = [self.table.number(reader.elements(size)) for size in shape]
-            text = json.dumps([name, dims, kind])
+            text = json.dumps([name, dims, kind, split])
             number = self.tensors.setdefault(text, len(self.tensors))
             place = of_layers[layer] if layer is not None else after if of_layers[0] else before
             place.append(number)
@@ -215,6 +228,7 @@ class Counter:
         """Yield the counts of a model, by the keys of its regimes."""
         for size, dtype in DTYPES.items():
             model = build(self.config(widths, switches), dtype, eager=eager)
+            self.cut_heads(model, widths)
             for regime, targets, count in passes(model, size, widths["rank"]):
                 count.run(ROWS, widths["sequence"])
                 assert not count.assumed, count.assumed
@@ -222,6 +236,28 @@ class Counter:
                 for compiled in (False, True):
                     key = replace(regime, compiled=compiled).key(targets, fused=not eager)
                     yield key, (count, count.compiled if compiled else count.kept)
+
+    def cut_heads(self, model: Any, widths: Mapping[str, int]) -> None:
+        """Take heads out of attention, so that all of them are not as wide as the hidden state.
+
+        As the ranks of a tensor group have it. Other families read the width of a head instead.
+        """
+        if self.model_type not in ATTENTION:
+            return
+        reading, writing = ATTENTION[self.model_type]
+        width = widths["heads"] * widths["head_dim"]
+        for name, module in model.named_modules():
+            part = name.rpartition(".")[2]
+            if part in reading:
+                module.out_features = width * (3 if "query_key_value" in part else 1)
+                module.weight = nn.Parameter(module.weight[: module.out_features].detach())
+                if module.bias is not None:
+                    module.bias = nn.Parameter(module.bias[: module.out_features].detach())
+            elif name.endswith(writing):
+                module.in_features = width
+                module.weight = nn.Parameter(module.weight[:, :width].detach())
+            elif hasattr(module, "num_attention_heads"):
+                module.num_attention_heads = widths["heads"]
 
     def kept(self, switches: Mapping[str, bool], *, eager: bool) -> dict[str, Any]:
         reader = Reader(self.widths(GENERIC, switches), self.table)

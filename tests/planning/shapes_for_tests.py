@@ -22,7 +22,7 @@ def llama(
 ):
     """A Llama as transformers builds it, tensor by tensor in the order of its parameters."""
     head_dim = head_dim or hidden // heads
-    tensors = [Tensor("model.embed_tokens.weight", (vocab, hidden), "embedding")]
+    tensors = [Tensor("model.embed_tokens.weight", (vocab, hidden), "embedding", split=0)]
     for layer in range(layers):
         prefix = f"model.layers.{layer}"
         for part, rows, columns in (
@@ -34,14 +34,17 @@ def llama(
             ("mlp.up_proj", intermediate, hidden),
             ("mlp.down_proj", hidden, intermediate),
         ):
-            tensors.append(Tensor(f"{prefix}.{part}.weight", (rows, columns), "linear", layer))
+            split = 1 if part.endswith(("o_proj", "down_proj")) else 0
+            module = f"{prefix}.{part}"
+            tensors.append(Tensor(f"{module}.weight", (rows, columns), "linear", layer, split))
             if bias and "attn" in part:
-                tensors.append(Tensor(f"{prefix}.{part}.bias", (rows,), "bias", layer))
+                of_rows = None if split else 0
+                tensors.append(Tensor(f"{module}.bias", (rows,), "bias", layer, of_rows))
         for norm in ("input_layernorm", "post_attention_layernorm"):
             tensors.append(Tensor(f"{prefix}.{norm}.weight", (hidden,), "norm", layer))
     tensors.append(Tensor("model.norm.weight", (hidden,), "norm"))
     if not tied:
-        tensors.append(Tensor("lm_head.weight", (vocab, hidden), "head"))
+        tensors.append(Tensor("lm_head.weight", (vocab, hidden), "head", split=0))
     return ModelShape(
         name=name,
         architecture="LlamaForCausalLM",

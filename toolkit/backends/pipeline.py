@@ -280,7 +280,7 @@ def _stage(model: ModelShape, layers: list[int], *, first: bool, last: bool) -> 
         if tensor.layer is not None:
             if tensor.layer in numbers:
                 number = numbers[tensor.layer]
-                tensors.append(Tensor(tensor.name, tensor.shape, tensor.kind, number))
+                tensors.append(replace(tensor, layer=number))
         elif tensor.kind in ("embedding", "positions"):
             tensors += [tensor] if first else []
             if model.tied and tensor.kind == "embedding" and last and not first:

@@ -136,9 +136,36 @@ def _towers(model: Any) -> dict[str, int]:
     return towers
 
 
+def splits_of(model: Any, stack: str) -> dict[str, int]:
+    """Return, for each parameter that a tensor group splits by the model's plan, the dimension.
+
+    Only those of a layer are named whose results or inputs no rank has to gather. A model without
+    a plan has none (transformers 5.24, distributed/mixin.py).
+    """
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    try:
+        plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=2))
+    except ValueError:
+        return {}
+    inside = {"colwise": 0, "rowwise": 1}
+    outside = {**inside, "colwise_gather_output": 0, "embedding_rowwise": 0}
+    parameters = {name: parameter.ndim for name, parameter in model.named_parameters()}
+    splits = {
+        name: (inside if name.startswith(f"{stack}.") else outside).get(style)
+        for name, style in plan.items()
+        if name in parameters
+    }
+    return {
+        name: dimension
+        for name, dimension in splits.items()
+        if dimension is not None and dimension < parameters[name]
+    }
+
+
 def described(model: Any) -> dict[str, Any]:
     """Return the facts of a model of which nobody counts what autograd keeps."""
     return describe(model, *decoder_layers(model)) | {
         **{"features": (), "forms": (), "rows": {}, "kinds": (), "assumed": {}},
-        **{"groups_heads": False, "logit_softcap": False},
+        **{"groups_heads": False, "logit_softcap": False, "splits": {}},
     }

@@ -36,6 +36,9 @@ class Tensor:
     layer: int | None = None
     """Number of its decoder layer; None outside the layers."""
 
+    split: int | None = None
+    """The dimension that the ranks of a tensor group split, by transformers' plan."""
+
     @property
     def elements(self) -> int:
         return math.prod(self.shape)

@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from toolkit.engines.described import decoder_layers, describe
+from toolkit.engines.described import decoder_layers, describe, splits_of
 from toolkit.errors import sentence_of
 from toolkit.jobs.kept import ADAPTED, FULL, FormTable, KeptForms, Regime
 from toolkit.jobs.shape import ATTENTION
@@ -60,7 +60,7 @@ def count_model(config: Mapping[str, Any]) -> dict[str, Any]:
     try:
         model = build(config, torch.float32)
         stack, layers = decoder_layers(model)
-        answer = describe(model, stack, layers)
+        answer = describe(model, stack, layers) | {"splits": splits_of(model, stack)}
     except Exception as error:  # of any kind: the code of some 190 architectures meets the config
         return {"error": f"{type(error).__name__}: {sentence_of(error)}"}
     try:

@@ -189,10 +189,10 @@ def _tensors(
 
     def built(numbers: Iterable[int], stem: str = "", layer: int | None = None) -> Iterator[Tensor]:
         for number in numbers:
-            name, dims, kind = family.tensors[number]
+            name, dims, kind, split = family.tensors[number]
             if not (tied and kind == "head"):
                 shape = tuple(sizes[dim] for dim in dims)
-                yield Tensor(f"{stem}{name}", shape, cast("TensorKind", kind), layer)
+                yield Tensor(f"{stem}{name}", shape, cast("TensorKind", kind), layer, split)
 
     tensors = list(built(variant["before"]))
     for layer, kind in enumerate(kinds):

@@ -168,7 +168,7 @@ def shape_of(answer: Mapping[str, Any], name: str) -> ModelShape:
         kept=KeptForms(features=answer["features"], forms=answer["forms"], rows=answer["rows"]),
         kinds=tuple(answer["kinds"]),
         tensors=tuple(
-            Tensor(tensor, tuple(shape), kind, layer)
+            Tensor(tensor, tuple(shape), kind, layer, answer["splits"].get(tensor))
             for tensor, shape, kind, layer in answer["tensors"]
         ),
         note=_note(answer),

@@ -58,8 +58,9 @@ class Family:
     kinds: Sequence[str]
     """The kinds of decoder layers."""
 
-    tensors: Sequence[tuple[str, Sequence[int], str]]
-    """Name, forms of the dimensions, and kind of each parameter, of layers below the layer."""
+    tensors: Sequence[tuple[str, Sequence[int], str, int | None]]
+    """Name, forms of the dimensions, kind and split of each parameter, of layers below the layer.
+    """
 
     parameters: Mapping[str, Mapping[str, Any]]
     """Numbers of the tensors before, in and after the layers, and more, by the switches."""
