@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 FP32: Final = 4
 
@@ -133,8 +133,7 @@ class FormTable:
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerBytes:
+class LayerBytes(NamedTuple):
     """Bytes of one layer for each token."""
 
     saved: float
@@ -160,7 +159,7 @@ class KeptForms:
 
     features: Sequence[str]
     forms: Sequence[Sequence[float]]
-    rows: Mapping[str, Sequence[Any]]
+    rows: Mapping[str, Any]
     """By the key of a regime: the number of the form of what is kept outside the layers, then for
     each kind of layer those of `LayerBytes` in order, several of its peak."""
 
@@ -170,18 +169,9 @@ class KeptForms:
         Raises:
             KeyError: the model was not counted with this key.
         """
+        value = self._values(widths)
         *numbers, peaks = self.rows[key][1 + kind]
-        values = [width_of(feature, widths) for feature in self.features]
-        saved, boundary, products, every_second = (
-            value_of(self.forms[number], values) for number in numbers
-        )
-        return LayerBytes(
-            saved=saved,
-            boundary=boundary,
-            products=products,
-            every_second=every_second,
-            backward_peak=max(value_of(self.forms[peak], values) for peak in peaks),
-        )
+        return LayerBytes._make([*map(value, numbers), max(map(value, peaks))])
 
     def outside(self, key: str, widths: Mapping[str, float]) -> float:
         """Return the bytes kept by the last norm, the head, and others outside the layers.
@@ -189,5 +179,8 @@ class KeptForms:
         Raises:
             KeyError: the model was not counted with this key.
         """
+        return self._values(widths)(self.rows[key][0])
+
+    def _values(self, widths: Mapping[str, float]) -> Callable[[int], float]:
         values = [width_of(feature, widths) for feature in self.features]
-        return value_of(self.forms[self.rows[key][0]], values)
+        return lambda number: value_of(self.forms[number], values)

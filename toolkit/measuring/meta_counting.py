@@ -200,7 +200,9 @@ class OnGpu(TorchFunctionMode):
                 if query.shape[-3] != key.shape[-3]:
                     if not given.get("enable_gqa"):  # no kernel repeats one key for all heads
                         raised = (tensor.float() for tensor in (query, key, value))
-                        return torch._scaled_dot_product_attention_math(*raised)[0].to(query.dtype)
+                        return torch.ops.aten._scaled_dot_product_attention_math(*raised)[0].to(
+                            query.dtype
+                        )
                     self.grouped = True
                 self._live.read.update(map(self._live.serial, (query, key, value)))
                 out = FusedAttention.apply(query, key, value)

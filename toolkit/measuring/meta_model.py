@@ -35,6 +35,8 @@ from toolkit.measuring.meta_forms import (
 )
 from toolkit.measuring.meta_model_layers import CODE_ERRORS, DTYPES, RANK, LayerCount
 
+PARTIAL: Final = "partial_rotary_factor"
+
 SCAN: Final = re.compile(
     r"(?:Mixer|MambaLayer|DeltaAttention|DeltaNet|LightningAttention|RecurrentBlock"
     r"|RwkvSelfAttention|LSTMLayer)$"
@@ -82,24 +84,23 @@ def _read_generic(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     text = parsed(config).get_text_config(decoder=True)
     keys = keys_of(text)
+    if not {"hidden", "heads"} <= keys.keys():
+        return None
     own = {name: getattr(text, key) for name, key in keys.items()}
-    own["head_dim"] = own.get("head_dim") or own["hidden"] // own["heads"]
-    own.setdefault("kv_heads", own["heads"])
-    rope = getattr(text, "rope_parameters", None)
-    for is_derived in (False, True):
-        # Some classes read the width of a head without a default for it, and some do not.
-        derived = {"hidden": GENERIC["heads"] * GENERIC["head_dim"]} if is_derived else {}
-        widths = GENERIC | {"embedding": 0} | derived
+    own = {"kv_heads": own["heads"], "head_dim": own["hidden"] // own["heads"]} | own
+    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    # The temporary tensors of a part of a head are taken for those of all of it.
+    whole = {"rope_parameters": {**rope, PARTIAL: 1.0}} if PARTIAL in rope else {}
+    # Some classes read the width of a head without a default for it, and some do not.
+    for hidden in (GENERIC["hidden"], GENERIC["heads"] * GENERIC["head_dim"]):
+        widths = {**GENERIC, "embedding": 0, "hidden": hidden}
         generic = {key: widths[name] for name, key in keys.items()}
         generic["head_dim"] = widths["head_dim"]
-        if isinstance(rope, dict) and "partial_rotary_factor" in rope:
-            # The temporary tensors of a part of a head are taken for those of all of it.
-            generic["rope_parameters"] = {**rope, "partial_rotary_factor": 1.0}
         table = FormTable()
         try:
-            found = _rows({**config, **generic}, Reader(widths, table), widths["rank"])
+            found = _rows({**config, **generic, **whole}, Reader(widths, table), widths["rank"])
             found |= {"features": FEATURES, "forms": table.flat()}
-            if found["kinds"] and _holds(config, found, own):
+            if _holds(config, found, own):
                 return found | {"widths": own}
         except Exception:  # of any kind: these widths are not the config's
             continue
@@ -118,14 +119,7 @@ def _holds(config: Mapping[str, Any], found: Mapping[str, Any], widths: Mapping[
             count.run(ROWS, length)
             for kind, twin in enumerate(dict.fromkeys(count.twins)):
                 key = regime.key(targets, fused=not eager)
-                said = forms.of_layer(key, kind, widths | {"sequence": length, "rank": 0})
-                said = (
-                    said.saved,
-                    said.boundary,
-                    said.products,
-                    said.every_second,
-                    said.backward_peak,
-                )
+                said = forms.of_layer(key, kind, {**widths, "sequence": length, "rank": 0})
                 counted = count.kept[twin].per_token(ROWS * length)
                 if any(abs(a - b) > 0.005 * b for a, b in zip(said, counted, strict=True)):
                     return False

@@ -73,11 +73,8 @@ def layer_bytes(
     Raises:
         UsageError: the model was not counted with this attention.
     """
-    widths = model.widths | {"sequence": sequence, "rank": adapters}
-    key = regime.key(targets if adapters else "none", fused=fused)
-    if key not in model.kept.rows:
-        raise _uncounted(model, fused=fused)
-    return model.kept.of_layer(key, kind, widths)
+    key = _key(model, regime, targets if adapters else "none", fused=fused)
+    return model.kept.of_layer(key, kind, {**model.widths, "sequence": sequence, "rank": adapters})
 
 
 @lru_cache(maxsize=1024)
@@ -95,16 +92,15 @@ def bytes_outside(
     Raises:
         UsageError: the model was not counted with this attention.
     """
-    widths = model.widths | {"sequence": sequence, "rank": adapters}
-    key = regime.key(targets if adapters else "none", fused=fused)
+    key = _key(model, regime, targets if adapters else "none", fused=fused)
+    return model.kept.outside(key, {**model.widths, "sequence": sequence, "rank": adapters})
+
+
+def _key(model: ModelShape, regime: Regime, targets: str, *, fused: bool) -> str:
+    key = regime.key(targets, fused=fused)
     if key not in model.kept.rows:
-        raise _uncounted(model, fused=fused)
-    return model.kept.outside(key, widths)
-
-
-def _uncounted(model: ModelShape, *, fused: bool) -> UsageError:
-    attention = "flash" if fused else "eager"
-    return UsageError(
-        f"{model.name}: what autograd keeps of {model.architecture} could not be counted with "
-        f"{attention} attention. {model.note}"
-    )
+        raise UsageError(
+            f"{model.name}: what autograd keeps of {model.architecture} could not be counted with "
+            f"{'flash' if fused else 'eager'} attention. {model.note}"
+        )
+    return key
