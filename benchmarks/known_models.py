@@ -121,7 +121,8 @@ class Counter:
             if self.model_type in DERIVED_HEADS and role in ("kv_heads", "head_dim"):
                 spelled = [name for name in spelled if name == "num_kv_heads"]
             for name in spelled:
-                if hasattr(self.default, name):
+                # Some classes read the width of a head and have no default for it.
+                if hasattr(self.default, name) or name == "head_dim":
                     keys[role] = names.get(name, name)
                     break
         if "experts" in keys and "expert" not in keys:
@@ -139,7 +140,8 @@ class Counter:
             widths["heads"] += 1 + widths["heads"] // 4
         if "head_dim" not in self.keys:
             widths["hidden"] = widths["heads"] * widths["head_dim"]
-        if not switches.get("grouped", True):
+        of_falcon = switches.get("multi_query"), switches.get("new_decoder_architecture")
+        if not switches.get("grouped", True) or of_falcon == (False, False):
             widths["kv_heads"] = widths["heads"]
         config: dict[str, Any] = {
             "model_type": self.model_type,
@@ -347,6 +349,16 @@ def count(model_type: str) -> dict[str, Any]:
     for number, values in enumerate(itertools.product((False, True), repeat=len(keeping))):
         switches = dict(zip(keeping, values, strict=True))
         bits = "".join(str(int(value)) for value in values)
+        # Two settings of Falcon are not read beside others.
+        if switches.get("new_decoder_architecture") and switches["multi_query"]:
+            switches["multi_query"] = False
+        if switches.get("two_norms") and not switches["parallel_attn"]:
+            switches["two_norms"] = False
+        same = "".join(str(int(switches[name])) for name in keeping)
+        if same != bits:
+            for attention in ("flash", "eager"):
+                kept[f"{bits}-{attention}"] = kept[f"{same}-{attention}"]
+            continue
         for attention in ("flash", "eager", *(["alone"] if grouped else [])):
             if switches["dropout"] and attention == "flash" and len(one.dropout) == 1:
                 kept[f"{bits}-flash"] = kept[f"{bits[:-1]}0-flash"]  # it is in the kernel

@@ -62,7 +62,9 @@ def llama(
     )
 
 
-def gpt2(*, hidden=768, layers=12, heads=12, vocab=50257, positions=1024, name="gpt2"):
+def gpt2(
+    *, hidden=768, layers=12, heads=12, vocab=50257, positions=1024, name="gpt2", dropout=True
+):
     tensors = [
         Tensor("transformer.wte.weight", (vocab, hidden), "embedding"),
         Tensor("transformer.wpe.weight", (positions, hidden), "positions"),
@@ -96,11 +98,11 @@ def gpt2(*, hidden=768, layers=12, heads=12, vocab=50257, positions=1024, name="
         kv_heads=heads,
         head_dim=hidden // heads,
         intermediate_size=4 * hidden,
-        kept=FAMILIES["gpt2"].kept_forms("1", grouped=False),
+        kept=FAMILIES["gpt2"].kept_forms(str(int(dropout)), grouped=False),
         gated=False,
         rotary=False,
         vocab_size=vocab,
         max_positions=positions,
         tied=True,
-        dropout=True,
+        dropout=dropout,
     )

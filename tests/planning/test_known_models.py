@@ -31,6 +31,8 @@ WIDTHS = {
 def config_of(model_type, **changes):
     family = FAMILIES[model_type]
     config = {family.keys[role]: size for role, size in WIDTHS.items() if role in family.keys}
+    if config.get(family.keys["hidden"]) and "head_dim" not in family.keys:
+        config[family.keys["hidden"]] = WIDTHS["heads"] * WIDTHS["head_dim"]
     if "decoder_sparse_step" in family.defaults:
         config["decoder_sparse_step"] = 2
     if "pad_token_id" in vars(transformers_config(model_type)):
