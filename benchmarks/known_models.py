@@ -138,7 +138,9 @@ class Counter:
             widths["ffn"] = widths["expert"]
         if self.model_type in ATTENTION:  # some heads more than are kept: see `cut_heads`
             widths["heads"] += 1 + widths["heads"] // 4
-        if "head_dim" not in self.keys:
+        # Phi's norms of heads don't read the width of a head.
+        derived = switches.get("qk_layernorm") or switches.get("derived")
+        if "head_dim" not in self.keys or derived:
             widths["hidden"] = widths["heads"] * widths["head_dim"]
         of_falcon = switches.get("multi_query"), switches.get("new_decoder_architecture")
         if not switches.get("grouped", True) or of_falcon == (False, False):
@@ -157,7 +159,7 @@ class Counter:
         config |= {"embd_pdrop": config["attn_pdrop"]} if "attn_pdrop" in config else {}
         for name, on in switches.items():
             match name:
-                case "dropout" | "grouped":
+                case "dropout" | "grouped" | "derived":
                     pass
                 case "projected":
                     config["word_embed_proj_dim"] = widths["embedding" if on else "hidden"]
@@ -345,31 +347,34 @@ def count(model_type: str) -> dict[str, Any]:
     keeping = [name for name in names if name in KEEPING] + ["dropout"]
     grouped = "kv_heads" in one.keys and model_type != "falcon"
     kept: dict[str, Any] = {}
+    again: dict[str, str] = {}
     compared, worst = 0, 0.0
     for number, values in enumerate(itertools.product((False, True), repeat=len(keeping))):
         switches = dict(zip(keeping, values, strict=True))
         bits = "".join(str(int(value)) for value in values)
-        # Two settings of Falcon are not read beside others.
-        if switches.get("new_decoder_architecture") and switches["multi_query"]:
-            switches["multi_query"] = False
-        if switches.get("two_norms") and not switches["parallel_attn"]:
+        # Falcon doesn't read some settings beside others, or doesn't run with them.
+        if switches.get("new_decoder_architecture"):
+            switches |= {"multi_query": False, "parallel_attn": True}
+        elif "two_norms" in switches:
             switches["two_norms"] = False
         same = "".join(str(int(switches[name])) for name in keeping)
         if same != bits:
-            for attention in ("flash", "eager"):
-                kept[f"{bits}-{attention}"] = kept[f"{same}-{attention}"]
+            again[bits] = same
             continue
         for attention in ("flash", "eager", *(["alone"] if grouped else [])):
             if switches["dropout"] and attention == "flash" and len(one.dropout) == 1:
                 kept[f"{bits}-flash"] = kept[f"{bits[:-1]}0-flash"]  # it is in the kernel
                 continue
             chosen = switches | ({"grouped": False} if attention == "alone" else {})
+            chosen["derived"] = model_type == "olmoe"  # it runs with no other width of a head
             rows = one.kept(chosen, eager=attention != "flash")
             kept[f"{bits}-{attention}"] = rows
             # A third of what many settings make is enough.
             if number % 3 == 0 or (number < 2 and attention == "eager"):
                 found, error = one.held_out(chosen, rows, eager=attention != "flash")
                 compared, worst = compared + found, max(worst, error)
+    for bits, same in again.items():
+        kept |= {f"{bits}-{how}": kept[f"{same}-{how}"] for how in ("flash", "eager")}
     seconds = time.process_time() - start
     print(f"{model_type}: {compared} held out, error {worst:.2%}, {seconds:.0f} s", flush=True)
     kinds = one.merge_kinds(parameters, kept)

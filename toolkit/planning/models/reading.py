@@ -94,7 +94,9 @@ class ConfigReader:
         return frozenset(cast("list[int]", layers))
 
     def wrong(self, key: str, expected: str) -> UsageError:
-        value = self.get(key)
+        value, other = self.get(key), self.aliases.get(key)
+        if other in self.config and key not in self.config:
+            key = other
         if value is None and key not in self.config:
             return UsageError(f"{self.name}: config.json lacks {key!r}. {expected}")
         return UsageError(f"{self.name}: config.json says {key} = {shown(value)}. {expected}")
