@@ -33,7 +33,7 @@ from toolkit.measuring.meta_forms import (
     Reader,
     keys_of,
 )
-from toolkit.measuring.meta_model_layers import CODE_ERRORS, DTYPES, RANK, LayerCount
+from toolkit.measuring.meta_model_layers import CODE_ERRORS, DTYPES, RANK, LayerCount, is_linear
 
 PARTIAL: Final = "partial_rotary_factor"
 
@@ -221,7 +221,7 @@ def _targeted(model: Any, targets: str) -> frozenset[str]:
     return frozenset(
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
+        if is_linear(module) and module is not head
         if targets == "all-linear" or ATTENTION.search(name)
     )
 

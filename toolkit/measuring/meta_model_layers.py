@@ -50,6 +50,11 @@ class KeptSizes:
         return [size / tokens for size in (*map(bytes_in, sums), peak)]
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether peft adapts a module as a linear layer: GPT-2's `Conv1D` as well."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
 def bytes_in(sizes: Sizes) -> int:
     return sum(size * number for size, number in sizes.items())
 
@@ -242,22 +247,27 @@ class LayerCount:
         dtype = DTYPES[self.regime.adapter]
         for name, module in self.model.named_modules():
             if name in (self.adapted or ()):
-                shapes = (self.rank, module.in_features), (module.out_features, self.rank)
+                out, into = (
+                    module.weight.shape
+                    if isinstance(module, nn.Linear)
+                    else (module.weight.shape[::-1])
+                )
+                shapes = (self.rank, into), (out, self.rank)
                 pair = [
                     torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
                     for shape in shapes
                 ]
                 live.leave_out(*pair)
                 _replace(undo, module, self._linear(module, pair))
-            elif self.regime.returns_input and isinstance(module, nn.Linear) and module is not head:
+            elif self.regime.returns_input and is_linear(module) and module is not head:
                 _replace(undo, module, self._linear(module, []))
 
     def _linear(self, module: Any, pair: list[torch.Tensor]) -> Callable[..., Any]:
         """Return the forward of a frozen linear layer, with a pair of matrices beside it."""
-        regime = self.regime
+        regime, plain = self.regime, module.forward
 
         def forward(value: torch.Tensor) -> torch.Tensor:
-            result = linear(value, module.weight, module.bias)
+            result = plain(value)
             if regime.returns_input:
                 result = result.to(value.dtype)
             if not pair:
