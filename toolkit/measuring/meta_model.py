@@ -87,7 +87,7 @@ def _read_generic(config: Mapping[str, Any]) -> dict[str, Any] | None:
     if not {"hidden", "heads"} <= keys.keys():
         return None
     own = {name: getattr(text, key) for name, key in keys.items()}
-    own = {"kv_heads": own["heads"], "head_dim": own["hidden"] // own["heads"]} | own
+    own = {"kv_heads": own["heads"], "head_dim": own["hidden"] // own["heads"], **own}
     rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
     # The temporary tensors of a part of a head are taken for those of all of it.
     whole = {"rope_parameters": {**rope, PARTIAL: 1.0}} if PARTIAL in rope else {}

@@ -95,7 +95,7 @@ class ConfigReader:
 
     def wrong(self, key: str, expected: str) -> UsageError:
         value, other = self.get(key), self.aliases.get(key)
-        if other in self.config and key not in self.config:
+        if other is not None and other in self.config and key not in self.config:
             key = other
         if value is None and key not in self.config:
             return UsageError(f"{self.name}: config.json lacks {key!r}. {expected}")
