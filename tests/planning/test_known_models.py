@@ -27,11 +27,14 @@ WIDTHS = {
     "shared": 52,
 }
 
+OTHERS = {"gptj": {"rotary_dim": 20}, "opt": {"attention_dropout": 0.1}}
+
 
 def config_of(model_type, **changes):
     family = FAMILIES[model_type]
     config = {family.keys[role]: size for role, size in WIDTHS.items() if role in family.keys}
-    if config.get(family.keys["hidden"]) and "head_dim" not in family.keys:
+    config |= OTHERS.get(model_type, {})
+    if "head_dim" not in family.keys or model_type == "olmoe":  # it runs with no other
         config[family.keys["hidden"]] = WIDTHS["heads"] * WIDTHS["head_dim"]
     if "decoder_sparse_step" in family.defaults:
         config["decoder_sparse_step"] = 2
