@@ -27,7 +27,7 @@ WIDTHS = {
     "shared": 52,
 }
 
-OTHERS = {"gptj": {"rotary_dim": 20}, "opt": {"attention_dropout": 0.1}}
+OTHERS = {"gptj": {"rotary_dim": WIDTHS["head_dim"]}, "opt": {"attention_dropout": 0.1}}
 
 
 def config_of(model_type, **changes):
