@@ -11,7 +11,7 @@ from toolkit.planning.memory.layers import bytes_outside, layer_bytes
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.models.family import FAMILIES
 
-ROWS, SEQUENCE, RANK = 3, 40, 24
+ROWS, SEQUENCE, RANK = 2, 40, 24
 WIDTHS = {
     "hidden": 120,
     "layers": 4,

@@ -62,7 +62,9 @@ def count_model(config: Mapping[str, Any]) -> dict[str, Any]:
     try:
         model = build(config, torch.float32)
         stack, layers = decoder_layers(model)
-        answer = describe(model, stack, layers) | {"splits": splits_of(model, stack)}
+        answer: dict[str, Any] = describe(model, stack, layers) | {
+            "splits": splits_of(model, stack)
+        }
     except Exception as error:  # of any kind: the code of some 190 architectures meets the config
         return {"error": f"{type(error).__name__}: {sentence_of(error)}"}
     try:
