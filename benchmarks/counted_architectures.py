@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from toolkit.measuring.meta_model import build, decoder_layers, describe, passes
-from toolkit.planning.models.families import FAMILIES
+from toolkit.engines.described import decoder_layers, describe
+from toolkit.measuring.meta_model import build, passes
+from toolkit.planning.models.family import FAMILIES
 
 ROWS, SEQUENCE = 2, 256
 
@@ -51,7 +52,7 @@ def count(model_type: str) -> tuple[str, str]:
     except Exception as error:  # any: each model type has code of its own
         return "no model from the defaults alone", _sentence(error)
     try:
-        _, one_pass = next(passes(model, 2))
+        *_, one_pass = next(passes(model, 2))
         assumed = one_pass.run(ROWS, SEQUENCE).assumed
     except Exception as error:
         return "parameters alone", _sentence(error)

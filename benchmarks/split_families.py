@@ -37,7 +37,6 @@ from toolkit.engines.tensor_parallel import SOUND_SHARDS, claim_mesh
 from toolkit.errors import UsageError
 from toolkit.measuring.attestation import gather_objects
 from toolkit.measuring.gradients import clipping_mismatches, gather_full
-from toolkit.planning.models.architectures import UnknownArchitectureError
 from toolkit.strategies import STRATEGIES, Strategy
 from toolkit.training.model_checks import check_split
 
@@ -197,8 +196,6 @@ def of_family(family: str, folder: str) -> dict[str, str]:
     for name in NAMES:
         try:
             ends[name] = of_strategy(family, folder, STRATEGIES[name].on_ranks(RANKS))
-        except UnknownArchitectureError:
-            ends[name] = "refused: the planner doesn't know the architecture"
         except UsageError as error:
             ends[name] = f"refused: {_sentence(error)}"
         except Exception as error:  # any: each family has code of its own

@@ -13,10 +13,14 @@ import torch
 from places import SCRIPTS
 from transformers import AutoConfig
 
-from toolkit.backends.matrices import PLANNED, part_of_model
+from toolkit.backends.matrices import part_of_model
+from toolkit.engines.described import decoder_layers, described, splits_of
 from toolkit.engines.tensor_parallel import plan_problem
-from toolkit.planning.models import families as planned
+from toolkit.errors import UsageError
+from toolkit.measuring.meta_model import build
+from toolkit.planning.models import family as planned
 from toolkit.planning.models.architectures import shape_from_config
+from toolkit.planning.models.counted import shape_of
 
 GROUPS = {
     "one group": ("tensor", 2),
@@ -120,7 +124,11 @@ def test_the_guard_of_the_datas_order_knows_who_shares_layers(of_ranks):
         assert parts["all the first"] == repeated
 
 
-FAMILIES = [name for name, family in planned.FAMILIES.items() if family.architecture in PLANNED]
+FAMILIES = (
+    *("gemma", "gemma2", "gemma3_text", "gpt_neox", "gptj", "granite", "llama", "mistral", "olmo"),
+    *("phi", "qwen2", "qwen3", "smollm3", "starcoder2", "cohere"),
+)
+REFUSED = ("phi3", "olmoe", "gpt2", "gpt_oss", "mixtral", "olmo2")
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +139,25 @@ def parts():
     return json.loads(done.stdout)
 
 
+def shape(config):
+    if config["model_type"] in planned.FAMILIES:
+        return shape_from_config(config, name=config["model_type"])
+    model = build(config, torch.float32)
+    splits = splits_of(model, decoder_layers(model)[0])
+    answer = described(model) | {"features": ("heads",), "splits": splits}
+    return shape_of(answer, config["model_type"])
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_is_refused_whose_layers_are_not_all_split(family):
+    config = AutoConfig.for_model(family).to_dict()
+    with pytest.raises(UsageError, match="how tensor parallelism splits .*: (transformers|its)"):
+        part_of_model(shape_from_config(config, name=family), 2)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_planner_knows_the_shape_of_each_part(parts, family):
-    whole = shape_from_config(parts[family]["config"], name=family)
+    whole = shape(parts[family]["config"])
     split = {tensor.name: list(tensor.shape) for tensor in part_of_model(whole, 2).tensors}
     assert split == parts[family]["shapes"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toolkit.jobs.shape import ModelShape, Tensor
-from toolkit.planning.models.families import FAMILIES
+from toolkit.planning.models.family import FAMILIES
 
 
 def llama(
@@ -22,7 +22,7 @@ def llama(
 ):
     """A Llama as transformers builds it, tensor by tensor in the order of its parameters."""
     head_dim = head_dim or hidden // heads
-    tensors = [Tensor("model.embed_tokens.weight", (vocab, hidden), "embedding")]
+    tensors = [Tensor("model.embed_tokens.weight", (vocab, hidden), "embedding", split=0)]
     for layer in range(layers):
         prefix = f"model.layers.{layer}"
         for part, rows, columns in (
@@ -34,14 +34,17 @@ def llama(
             ("mlp.up_proj", intermediate, hidden),
             ("mlp.down_proj", hidden, intermediate),
         ):
-            tensors.append(Tensor(f"{prefix}.{part}.weight", (rows, columns), "linear", layer))
+            split = 1 if part.endswith(("o_proj", "down_proj")) else 0
+            module = f"{prefix}.{part}"
+            tensors.append(Tensor(f"{module}.weight", (rows, columns), "linear", layer, split))
             if bias and "attn" in part:
-                tensors.append(Tensor(f"{prefix}.{part}.bias", (rows,), "bias", layer))
+                of_rows = None if split else 0
+                tensors.append(Tensor(f"{module}.bias", (rows,), "bias", layer, of_rows))
         for norm in ("input_layernorm", "post_attention_layernorm"):
             tensors.append(Tensor(f"{prefix}.{norm}.weight", (hidden,), "norm", layer))
     tensors.append(Tensor("model.norm.weight", (hidden,), "norm"))
     if not tied:
-        tensors.append(Tensor("lm_head.weight", (vocab, hidden), "head"))
+        tensors.append(Tensor("lm_head.weight", (vocab, hidden), "head", split=0))
     return ModelShape(
         name=name,
         architecture="LlamaForCausalLM",
@@ -52,14 +55,16 @@ def llama(
         kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate_size=intermediate,
-        block=FAMILIES["llama"].block,
+        kept=FAMILIES["llama"].kept_forms("0", grouped=kv_heads < heads),
         vocab_size=vocab,
         max_positions=positions,
         tied=tied,
     )
 
 
-def gpt2(*, hidden=768, layers=12, heads=12, vocab=50257, positions=1024, name="gpt2"):
+def gpt2(
+    *, hidden=768, layers=12, heads=12, vocab=50257, positions=1024, name="gpt2", dropout=True
+):
     tensors = [
         Tensor("transformer.wte.weight", (vocab, hidden), "embedding"),
         Tensor("transformer.wpe.weight", (positions, hidden), "positions"),
@@ -93,9 +98,11 @@ def gpt2(*, hidden=768, layers=12, heads=12, vocab=50257, positions=1024, name="
         kv_heads=heads,
         head_dim=hidden // heads,
         intermediate_size=4 * hidden,
-        block=FAMILIES["gpt2"].block,
+        kept=FAMILIES["gpt2"].kept_forms(str(int(dropout)), grouped=False),
+        gated=False,
+        rotary=False,
         vocab_size=vocab,
         max_positions=positions,
         tied=True,
-        dropout=True,
+        dropout=dropout,
     )

@@ -13,7 +13,7 @@ from shapes_for_tests import llama
 
 from toolkit.jobs.shape import ModelShape, Tensor
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.models.families import FAMILIES
+from toolkit.planning.models.family import FAMILIES
 from toolkit.planning.speed.computing import multiplied_parameters
 from toolkit.planning.speed.estimate import PlannedSpeed, estimate_speed
 from toolkit.planning.speed.gpus import Gpu, gpu
@@ -81,7 +81,9 @@ def mpt(layers, hidden, heads, positions):
         kv_heads=heads,
         head_dim=hidden // heads,
         intermediate_size=4 * hidden,
-        block=FAMILIES["gpt2"].block,
+        kept=FAMILIES["gpt2"].kept_forms("0", grouped=False),
+        gated=False,
+        rotary=False,
         vocab_size=50368,
         max_positions=positions,
         tied=True,

@@ -9,10 +9,10 @@ from live_bytes import LiveBytes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from toolkit.jobs.kept import Regime
 from toolkit.jobs.weights import names_of_targets
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.activations import activations_of
-from toolkit.planning.memory.autograd_memory import Regime
 from toolkit.planning.memory.layers import layer_bytes
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.strategies import STRATEGIES
@@ -128,10 +128,8 @@ def test_bytes_kept_for_backward_are_those_that_autograd_keeps(family, attention
     shape = shape_from_config(config_of(family, 4).to_dict(), name=family)
     counted = count_of_two_layers(family, attention=attention, regime=regime)
     predicted = sum(
-        layer_bytes(
-            shape, REGIMES[regime], SEQUENCE, fused=attention == "sdpa", sparse=sparse
-        ).saved
-        for sparse in shape.sparse_layers[2:]
+        layer_bytes(shape, REGIMES[regime], SEQUENCE, fused=attention == "sdpa", kind=kind).saved
+        for kind in shape.layer_kinds[2:]
     )
     assert predicted == pytest.approx(counted, rel=0.01)
 
@@ -218,15 +216,15 @@ def test_backward_is_fullest_where_a_wide_layer_works_before_the_others_have_fre
             on_cpu=True,  # where a kernel takes grouped heads in fp32
         )
         layers = {
-            sparse: layer_bytes(shape, REGIMES["fp32"], SEQUENCE, fused=True, sparse=sparse)
-            for sparse in (False, True)
+            kind: layer_bytes(shape, REGIMES["fp32"], SEQUENCE, fused=True, kind=kind)
+            for kind in set(shape.layer_kinds)
         }
-        return activations_of(job), layers
+        return activations_of(job), layers, shape
 
-    first, layers = activations(dense=0)
-    last, _ = activations(dense=3)
+    first, layers, shape = activations(dense=0)
+    last, *_ = activations(dense=3)
     assert first.saved == last.saved
-    dense, sparse = layers[False], layers[True]
+    dense, sparse = (layers[shape.layer_kinds[at]] for at in (0, 1))
     assert last.at_work == SEQUENCE * (dense.backward_peak - dense.saved)
     freed = dense.backward_peak - dense.saved - 3 * sparse.saved
     assert first.at_work == SEQUENCE * max(sparse.backward_peak - sparse.saved, freed)

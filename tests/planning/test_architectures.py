@@ -11,7 +11,7 @@ import pytest
 
 from toolkit.errors import UsageError
 from toolkit.planning.models.architectures import shape_from_config
-from toolkit.planning.models.families import FAMILIES
+from toolkit.planning.models.family import FAMILIES
 from toolkit.planning.models.resolve import resolve_model, well_known
 
 # One model of each family, as the Hub has it, to be varied.
@@ -135,7 +135,7 @@ def changes(model_type, config):
     if model_type not in DERIVED_HEAD_DIM:
         yield {"head_dim": 96}
     for flag in ("attention_bias", "mlp_bias", "bias", "use_bias"):
-        if flag in family.flags:
+        if flag in family.switches:
             yield {flag: not config.get(flag, family.defaults.get(flag, False))}
 
 
@@ -265,7 +265,8 @@ def test_defaults_of_missing_keys_are_those_of_the_config_class(model_type):
     family = FAMILIES[model_type]
     for key, value in family.defaults.items():
         assert getattr(config, key) == value, key
-    read = {*family.keys.values(), *family.flags, *family.dropout, family.softcap} - {""}
+    read = {*family.keys.values(), *family.switches, *family.dropout, family.softcap}
+    read -= {"", "projected", "two_norms"}  # worked out of others
     for key in read - family.defaults.keys():
         # Left out and without a default here: null, false, zero or unknown there.
         assert not getattr(config, key, None), key
@@ -488,7 +489,8 @@ JUNK = [None, True, -1, 0, 0.5, 10**18, 10**400, "x", "", [], [[]], {}, {"a": 1}
 def test_no_value_of_any_key_leads_to_another_error_or_to_a_long_wait(model_type):
     base = dict(text_config(entry_of(REPRESENTATIVES[model_type]).config))
     family = FAMILIES[model_type]
-    keys = {*base, *family.keys.values(), *family.flags, *family.dropout, *family.aliases.values()}
+    keys = {*base, *family.keys.values(), *family.switches, *family.dropout}
+    keys |= {*family.aliases.values(), "num_ln_in_parallel_attn", "word_embed_proj_dim"}
     start = time.process_time()
     for key in keys | {"architectures", "quantization_config", "text_config"}:
         for value in JUNK:

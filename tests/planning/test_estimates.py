@@ -314,8 +314,7 @@ def test_nvme_offload_keeps_states_on_disk_and_buffers_in_ram():
 
 
 def test_dropout_keeps_masks():
-    with_masks = gpt2()
-    without = replace(with_masks, dropout=False)
+    with_masks, without = gpt2(), gpt2(dropout=False)
     kept = [
         term(estimate_memory(job("single", model=m, sequence=512)), "kept").bytes.low
         for m in (with_masks, without)

@@ -1,13 +1,13 @@
 """Parts of a model whose matrices several ranks split, as tensor groups and pipelines of them do.
 
-By the plans of transformers 5.23 (`base_model_tp_plan`): matrices that read the hidden state are
-split by outputs, those that write it by inputs, embedding and head by words; norms stay whole.
-tests/engines/test_tensor_parallel.py compares the parts with those plans.
+By the plans of transformers 5.24 (`base_model_tp_plan`), which are counted with a model: matrices
+that read the hidden state are split by outputs, those that write it by inputs, embedding and head
+by words; norms stay whole. tests/engines/test_tensor_parallel.py compares the parts with those
+plans.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -19,28 +19,8 @@ from toolkit.jobs.shape import ModelShape, Tensor
 from toolkit.jobs.terms import RUNNING, SIZED, Collective, Interval, Term
 from toolkit.strategies import DTYPE_BYTES
 
-BY_INPUTS: Final = re.compile(r"\.(?:o_proj|down_proj|dense|dense_4h_to_h|fc2|c_proj)\.weight$")
-"""Matrices that write the hidden state: each rank holds some inputs and all outputs."""
-
 PER_HEAD: Final = ("q_norm.weight", "k_norm.weight")
 """Norms of one head: each rank has the gradient of its own heads, and the sum is wanted."""
-
-PLANNED: Final = (
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "GemmaForCausalLM",
-    "GPTNeoXForCausalLM",
-    "GraniteForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "OlmoForCausalLM",
-    "PhiForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "SmolLM3ForCausalLM",
-    "Starcoder2ForCausalLM",
-)
-"""Dense models whose plan splits every matrix of a layer, and gathers no result inside of one."""
 
 
 @lru_cache(maxsize=64)
@@ -50,10 +30,10 @@ def part_of_model(model: ModelShape, size: int) -> ModelShape:
     Raises:
         UsageError: no plan for the model is known, or its heads don't divide.
     """
-    if model.architecture not in PLANNED:
+    if reason := _unplanned(model):
         raise UsageError(
-            f"The planner does not know how tensor parallelism splits {model.architecture}. Choose "
-            "another strategy."
+            f"The planner does not know how tensor parallelism splits {model.architecture}: "
+            f"{reason}. Choose another strategy."
         )
     for noun, count in (("attention heads", model.heads), ("key-value heads", model.kv_heads)):
         if count % size:
@@ -70,18 +50,33 @@ def part_of_model(model: ModelShape, size: int) -> ModelShape:
     )
 
 
+def _unplanned(model: ModelShape) -> str | None:
+    """Say why no plan for a model is known; None where one is."""
+    if model.experts:
+        return "its experts are split by rules that are not planned"
+    whole = [t.name for t in model.of_kind("linear") if t.layer is not None and t.split is None]
+    if whole:
+        return (
+            "transformers' plan for it splits no matrix, or gathers some within a layer, as "
+            f"{whole[0]}"
+        )
+    if "heads" not in model.kept.features:
+        return "what its layers keep was counted for its own widths alone"
+    return None
+
+
 @lru_cache(maxsize=64)
 def split_inputs(model: ModelShape) -> int:
     """Return the matrices of a layer that are split by outputs: backward adds up their inputs'."""
     of_layer = (t for t in model.of_kind("linear") if t.layer == 0)
-    return sum(not BY_INPUTS.search(tensor.name) for tensor in of_layer)
+    return sum(tensor.split == 0 for tensor in of_layer)
 
 
 @lru_cache(maxsize=64)
 def split_outputs(model: ModelShape) -> int:
     """Return the matrices of a layer that are split by inputs: forward adds up their outputs."""
     of_layer = (t for t in model.of_kind("linear") if t.layer == 0)
-    return sum(bool(BY_INPUTS.search(tensor.name)) for tensor in of_layer)
+    return sum(tensor.split == 1 for tensor in of_layer)
 
 
 @lru_cache(maxsize=64)
@@ -90,10 +85,10 @@ def splits_embedding(model: ModelShape) -> bool:
     return any(map(_is_split, model.of_kind("embedding")))
 
 
-def _is_split(embedding: Tensor) -> bool:
-    if embedding.name.endswith("embed_in.weight"):
+def _is_split(tensor: Tensor) -> bool:
+    if tensor.name.endswith("embed_in.weight"):
         return _splits_neox()
-    return embedding.name.endswith("embed_tokens.weight")
+    return tensor.split is not None
 
 
 @lru_cache(maxsize=1)
@@ -108,19 +103,11 @@ def _splits_neox() -> bool:
 
 
 def _part(tensor: Tensor, size: int) -> Tensor:
-    rows, *columns = tensor.shape
-    match tensor.kind:
-        case "linear" if BY_INPUTS.search(tensor.name):
-            shape = (rows, *(-(-width // size) for width in columns))
-        case "embedding" if not _is_split(tensor):
-            return tensor
-        case "linear" | "head" | "embedding":
-            shape = (-(-rows // size), *columns)
-        case "bias" if not BY_INPUTS.search(f"{tensor.name.removesuffix('bias')}weight"):
-            shape = (-(-rows // size),)
-        case _:
-            return tensor
-    return Tensor(tensor.name, shape, tensor.kind, tensor.layer)
+    if tensor.split is None or not _is_split(tensor):
+        return tensor
+    shape = list(tensor.shape)
+    shape[tensor.split] = -(-shape[tensor.split] // size)
+    return Tensor(tensor.name, tuple(shape), tensor.kind, tensor.layer, tensor.split)
 
 
 def exchanged(job: Job, model: ModelShape, tokens: int) -> Iterator[Collective]:

@@ -80,8 +80,7 @@ class Pipeline(Whole):
         """Return what each rank computes, with its part of each matrix of a stage.
 
         Raises:
-            UsageError: the model has fewer layers than stages, its layers are not in the table, or
-                it cannot be split.
+            UsageError: the model has fewer layers than stages, or it cannot be split.
         """
         return [self._part(job, rank, model) for rank, model in enumerate(self._models(job))]
 
@@ -107,13 +106,8 @@ class Pipeline(Whole):
         """Return the layers that each rank has, before their matrices are split.
 
         Raises:
-            UsageError: the model has fewer layers than stages, or its layers are not in the table.
+            UsageError: the model has fewer layers than stages.
         """
-        if job.model.counted is not None:
-            raise UsageError(
-                f"{self.strategy.name} can't cut {job.model.architecture}: its layers are not in "
-                "the planner's table. Choose another strategy."
-            )
         schedule = schedule_of(self.strategy).name
         return models_of_ranks(job.model, schedule, job.pipeline_ranks, job.sequence)
 
@@ -286,7 +280,7 @@ def _stage(model: ModelShape, layers: list[int], *, first: bool, last: bool) -> 
         if tensor.layer is not None:
             if tensor.layer in numbers:
                 number = numbers[tensor.layer]
-                tensors.append(Tensor(tensor.name, tensor.shape, tensor.kind, number))
+                tensors.append(replace(tensor, layer=number))
         elif tensor.kind in ("embedding", "positions"):
             tensors += [tensor] if first else []
             if model.tied and tensor.kind == "embedding" and last and not first:
@@ -297,6 +291,7 @@ def _stage(model: ModelShape, layers: list[int], *, first: bool, last: bool) -> 
         model,
         tensors=tuple(tensors),
         layers=len(layers),
+        kinds=tuple(model.layer_kinds[layer] for layer in layers),
         tied=model.tied and first and last,
         # A rank without the head has no logits.
         vocab_size=model.vocab_size if last else 1,

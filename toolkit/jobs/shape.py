@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Literal
 
+from toolkit.jobs.kept import KeptForms
+
 TensorKind = Literal[
     "embedding", "positions", "linear", "experts", "router", "norm", "bias", "head", "other"
 ]
-Norm = Literal["rms", "rms_late", "layer", "layer_fp32"]
-Order = Literal["pre", "post", "around", "after", "parallel", "parallel_two"]
-Activation = Literal["silu", "gelu", "gelu_new", "gelu_bloom", "gelu_tanh", "relu", "gpt_oss"]
-
 ATTENTION: Final = re.compile(r"(?:^|\.)\w*(?:attn|attention)\w*\.")
 """Part of the name of a module inside of attention: `self_attn.`, `attention.`"""
 
@@ -38,6 +36,9 @@ class Tensor:
     layer: int | None = None
     """Number of its decoder layer; None outside the layers."""
 
+    split: int | None = None
+    """The dimension that the ranks of a tensor group split, by transformers' plan."""
+
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
@@ -45,65 +46,6 @@ class Tensor:
     @property
     def is_of_attention(self) -> bool:
         return ATTENTION.search(self.name) is not None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """Computation of a decoder layer, as far as it affects memory; a Llama's by default."""
-
-    norm: Norm = "rms"
-    """`rms_late` multiplies by its weight in fp32 and then lowers the result, as in the Gemmas and
-    OLMo 2; `layer_fp32` raises its input to fp32 for torch's kernel."""
-
-    order: Order = "pre"
-    """Place of the norms: before each part, after the residual sum (`post`), on both sides of each
-    part (`around`), after each part (`after`). Parallel parts share one norm, or have two."""
-
-    activation: Activation = "silu"
-    qkv: Literal["apart", "fused", "split"] = "apart"
-    """Three matrices; one with its result used in views; one with its result copied apart."""
-
-    gate_up: Literal["apart", "fused", "none"] = "apart"
-    """Two matrices, with results multiplied (SwiGLU, GeGLU); one fused; an MLP without gate."""
-
-    rotary: Literal["none", "whole", "part"] = "whole"
-    """`part` rotates a part of each head and joins it with the rest. The joined tensor is laid out
-    head by head, and so is the result of attention, which costs a copy."""
-
-    qk_norm: Literal["none", "head", "wide"] = "none"
-    """Norms of queries and keys; `wide` normalises all heads together."""
-
-    softmax: Literal["raised", "plain", "wide"] = "raised"
-    """In eager attention: softmax in fp32; in the input's dtype; or queries and keys in fp32."""
-
-    attention_softcap: bool = False
-    """Scores pass a tanh, which only eager attention supports."""
-
-    fused_attention: bool = True
-    """The class supports attention kernels that never hold the scores."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenBytes:
-    """Bytes for each token, as autograd keeps them on the meta device."""
-
-    saved: float
-    """Bytes of a layer between forward and backward; the mean of all layers."""
-
-    boundary: float
-    """Bytes of a layer's input."""
-
-    backward_peak: float
-    """Peak of a layer's backward, `saved` included; the largest of all layers."""
-
-    products: float
-    """Bytes of the results of a layer's matrix products and attention."""
-
-    every_second: float
-    """Bytes of them without every second linear layer's."""
-
-    outside: float
-    """Bytes kept by the last norm, the head, and other modules outside the layers."""
 
 
 UNCOUNTED = 4
@@ -124,10 +66,11 @@ class ModelShape:
     exact: bool = True
     """False for a bare parameter count, whose widths are assumed."""
 
-    block: Block
-    counted: Mapping[str, Mapping[int, TokenBytes]] | None = None
-    """Bytes by regime and by tokens of a row, counted on the meta device, instead of the block's.
-    None for a family of the table."""
+    kept: KeptForms
+    """What autograd keeps of it, counted on the meta device."""
+
+    kinds: tuple[int, ...] = ()
+    """Kind of each decoder layer, by its number in `kept`; empty where all are of the first."""
 
     note: str = ""
     """Sentence on the shape for the reader: for a multimodal model, that it is only the text part.
@@ -162,6 +105,9 @@ class ModelShape:
     active_experts: int = 0
     """Number of experts that one token passes."""
 
+    expert_size: int = 0
+    """Width of one expert's MLP."""
+
     norms_per_layer: int = 2
     """Normalisations over the hidden size in one layer, without those of queries and keys."""
 
@@ -174,10 +120,36 @@ class ModelShape:
     logit_softcap: bool = False
     """The logits pass a tanh, which keeps further copies of them."""
 
+    gated: bool = True
+    """The MLP multiplies two projections: SwiGLU, GeGLU."""
+
+    rotary: bool = True
+    """Queries and keys are rotated by their positions."""
+
+    groups_heads: bool = True
+    """Fused attention takes the keys and values that query heads share as they are."""
+
+    @cached_property
+    def widths(self) -> Mapping[str, int]:
+        """The widths of one token that `kept` has formulas in."""
+        shared = self.intermediate_size - self.active_experts * self.expert_size
+        return {
+            "hidden": self.hidden_size,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "ffn": self.dense_size or self.intermediate_size,
+            "experts": self.experts,
+            "active": self.active_experts,
+            "expert": self.expert_size,
+            "shared": shared if self.experts else 0,
+            "embedding": next((t.shape[1] for t in self.of_kind("embedding")), 0),
+        }
+
     @property
-    def gated(self) -> bool:
-        """Whether the MLP multiplies two projections: SwiGLU, GeGLU."""
-        return self.block.gate_up != "none"
+    def layer_kinds(self) -> tuple[int, ...]:
+        """The kind of each decoder layer."""
+        return self.kinds or (0,) * self.layers
 
     @cached_property
     def parameters(self) -> int:

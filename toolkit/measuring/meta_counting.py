@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -64,6 +64,9 @@ PRODUCTS: Final = frozenset({"mm", "addmm"})
 BATCHED_PRODUCTS: Final = frozenset({"bmm", "baddbmm"})
 """Of eager attention."""
 
+SEPARATE: Final = PRODUCTS | BATCHED_PRODUCTS | {"empty", "empty_like", "new_empty", "embedding"}
+"""Operations that a compiler fuses with no other, and those that make the results of kernels."""
+
 
 class LiveStorages(TorchDispatchMode):
     """Adds up the storages that operations make, for as long as a tensor or autograd holds them.
@@ -71,18 +74,31 @@ class LiveStorages(TorchDispatchMode):
     Storages computed from parameters alone, such as weights in another dtype, are not counted.
 
     Attributes:
-        now: Bytes that live.
-        peak: The most since `start`.
-        products: Bytes of each result of a linear layer since `start`.
-        attended: Bytes of the results of attention since `start`.
+        made: Number of storages counted so far.
+        sizes: Bytes of each of them, by serial number.
+        sources: The storages, for each, that a compiler computes it from again in backward: what
+            is elementwise is fused, and is not kept.
+        same: The first storage, for each, that is the same one in the same dtype: compiled code has
+            one copy.
+        read: Storages that products and kernels have read, as they are.
+        products: Bytes of each result of a linear layer.
+        attended: Bytes of each result of attention.
+        on_full: Called before a storage is freed, if others were made since the last call.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         super().__init__()
-        self.now = self.peak = self.attended = 0
+        self.made = 0
+        self.sizes: dict[int, int] = {}
+        self.sources: dict[int, frozenset[int]] = {}
+        self.same: dict[int, int] = {}
+        self.read: set[int] = set()
         self.products: list[int] = []
+        self.attended: list[int] = []
+        self.on_full: Callable[[], None] | None = None
+        self._has_grown = False
+        self._copies: dict[tuple[int, torch.dtype], int] = {}
         self._counts = True
-        self._made = 0
         self._living: dict[int, tuple[int, Any]] = {}
         # Held, so that no other storage gets the number of one of these.
         self._fixed: dict[int, torch.Tensor] = {}
@@ -97,35 +113,29 @@ class LiveStorages(TorchDispatchMode):
                 if of_weights:
                     self._fixed[number_of(leaf)] = leaf
                 elif self._counts:
-                    self._add(leaf)
+                    self._add(leaf, inputs, fused=func._opname not in SEPARATE)
+                    if func._opname == "_to_copy":
+                        copy = self.serial(inputs[0]), leaf.dtype
+                        self.same[self.made] = self._copies.setdefault(copy, self.made)
+        if func._opname in SEPARATE:
+            self.read.update(map(self.serial, inputs))
         if self._counts and func._opname in PRODUCTS:
             self.products.append(bytes_of(out))
         elif self._counts and func._opname in BATCHED_PRODUCTS:
-            self.attended += bytes_of(out)
+            self.attended.append(bytes_of(out))
         return out
 
     def leave_out(self, *parameters: torch.Tensor) -> None:
         """Don't count these, nor tensors that are computed from them alone."""
         self._fixed |= {number_of(tensor): tensor for tensor in parameters}
 
-    @property
-    def made(self) -> int:
-        """Number of storages counted so far."""
-        return self._made
-
     def serial(self, tensor: torch.Tensor) -> int:
         """Return the serial number of a living counted storage, 0 for others."""
         return self._living.get(number_of(tensor), (0, None))[0]
 
-    def living(self) -> set[int]:
-        """Return the serial numbers of the counted storages that live."""
-        return {serial for serial, _ in self._living.values()}
-
-    def start(self) -> int:
-        """Begin a new peak and new products, and return the bytes that live now."""
-        self.peak = self.now
-        self.products, self.attended = [], 0
-        return self.now
+    def living(self, since: int) -> list[int]:
+        """Return the serial numbers of the storages that live, of those made after `since`."""
+        return [serial for serial, _ in self._living.values() if serial > since]
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -134,20 +144,27 @@ class LiveStorages(TorchDispatchMode):
         yield
         self._counts = True
 
-    def _add(self, tensor: torch.Tensor) -> None:
+    def _add(self, tensor: torch.Tensor, inputs: list[torch.Tensor], *, fused: bool) -> None:
         storage, number = tensor.untyped_storage(), number_of(tensor)
         if number in self._living:
             return
-        size = storage.nbytes()
 
         def gone(_: object) -> None:
-            if self._living.pop(number, None) is not None:
-                self.now -= size
+            if self.on_full is not None and self._has_grown:
+                self._has_grown = False
+                self.on_full()
+            self._living.pop(number, None)
 
-        self._made += 1
-        self._living[number] = self._made, weakref.ref(storage, gone)
-        self.now += size
-        self.peak = max(self.peak, self.now)
+        self.made += 1
+        self._living[number] = self.made, weakref.ref(storage, gone)
+        self.sizes[self.made] = storage.nbytes()
+        # A reduction has fewer elements than it reads.
+        if fused and tensor.numel() >= max((part.numel() for part in inputs), default=0):
+            read = (self.sources.get(self.serial(part), frozenset()) for part in inputs)
+            self.sources[self.made] = frozenset[int]().union(*read)
+        else:
+            self.sources[self.made] = frozenset({self.made})
+        self._has_grown = True
 
 
 def number_of(tensor: torch.Tensor) -> int:
@@ -166,6 +183,8 @@ class OnGpu(TorchFunctionMode):
         super().__init__()
         self._live = live
         self._autocast = autocast
+        self.grouped = False
+        """Whether attention took fewer heads of keys than of queries, as they are."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -177,11 +196,21 @@ class OnGpu(TorchFunctionMode):
         match name:
             case "scaled_dot_product_attention":
                 given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-                out = FusedAttention.apply(given["query"], given["key"], given["value"])
+                query, key, value = given["query"], given["key"], given["value"]
+                if query.shape[-3] != key.shape[-3]:
+                    if not given.get("enable_gqa"):  # no kernel repeats one key for all heads
+                        raised = (tensor.float() for tensor in (query, key, value))
+                        return torch.ops.aten._scaled_dot_product_attention_math(*raised)[0].to(
+                            query.dtype
+                        )
+                    self.grouped = True
+                self._live.read.update(map(self._live.serial, (query, key, value)))
+                out = FusedAttention.apply(query, key, value)
                 # The result, and the fp32 number that the kernel keeps for each row.
-                self._live.attended += bytes_of(out) + 4 * out[..., 0].numel()
+                self._live.attended += [bytes_of(out), 4 * out[..., 0].numel()]
                 return out
             case "grouped_mm" | "_grouped_mm":
+                self._live.read.add(self._live.serial(args[0]))
                 return GroupedProduct.apply(*args[:2])
             case "dropout" if isinstance(args[0], torch.Tensor):
                 given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs

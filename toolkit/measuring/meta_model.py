@@ -9,33 +9,33 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import redirect_stdout
+from dataclasses import replace
+from itertools import product
 from typing import Any, Final
 
 import torch
 from torch import nn
 
+from toolkit.engines.described import decoder_layers, describe, splits_of
 from toolkit.errors import sentence_of
+from toolkit.jobs.kept import ADAPTED, FULL, FormTable, KeptForms, Regime
 from toolkit.jobs.shape import ATTENTION
-from toolkit.measuring.meta_model_layers import CODE_ERRORS, LayerCount
+from toolkit.measuring.meta_forms import (
+    FEATURES,
+    GENERIC,
+    ROWS,
+    LengthReader,
+    Reader,
+    keys_of,
+)
+from toolkit.measuring.meta_model_layers import CODE_ERRORS, DTYPES, RANK, LayerCount, is_linear
 
-ROWS: Final = 2
-
-SEQUENCES: Final = (256, 2048)
-"""Lengths of the counted rows: the bytes of a token are linear in the length."""
-
-DTYPES: Final = {4: torch.float32, 2: torch.bfloat16}
-
-FULL: Final = ((4, 4, False, 0), (2, 2, False, 0), (2, 4, True, 0), (2, 2, True, 0))
-"""Bytes of an element in products and of a weight, whether autocast is on, and no adapters."""
-
-ADAPTED: Final = ((4, 4, False, 4), (2, 2, False, 2), (2, 2, True, 4), (2, 2, True, 2))
-"""The same with frozen weights, and with the bytes of an element of an adapter."""
+PARTIAL: Final = "partial_rotary_factor"
 
 SCAN: Final = re.compile(
     r"(?:Mixer|MambaLayer|DeltaAttention|DeltaNet|LightningAttention|RecurrentBlock"
@@ -62,50 +62,115 @@ def count_model(config: Mapping[str, Any]) -> dict[str, Any]:
     try:
         model = build(config, torch.float32)
         stack, layers = decoder_layers(model)
-        answer = describe(model, stack, layers)
+        answer: dict[str, Any] = describe(model, stack, layers) | {
+            "splits": splits_of(model, stack)
+        }
     except Exception as error:  # of any kind: the code of some 190 architectures meets the config
         return {"error": f"{type(error).__name__}: {sentence_of(error)}"}
-    kept: dict[str, dict[str, dict[str, float]]] = {}
+    try:
+        found = _read_generic(config)
+        if found is None:
+            table = FormTable()
+            found = _rows(config, LengthReader(table))
+            found |= {"features": LengthReader.FEATURES, "forms": table.flat()}
+        return answer | found
+    except CODE_ERRORS as error:
+        reason = f"{type(error).__name__}: {sentence_of(error)}"
+        return answer | {"assumed": {answer["architecture"]: reason}}
+
+
+def _read_generic(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the forms that hold for models of this kind in all widths; None if none are found.
+
+    They are held against what the model of the config itself keeps in the commonest regimes.
+    """
+    text = parsed(config).get_text_config(decoder=True)
+    keys = keys_of(text)
+    if not {"hidden", "heads"} <= keys.keys():
+        return None
+    own = {name: getattr(text, key) for name, key in keys.items()}
+    own = {"kv_heads": own["heads"], "head_dim": own["hidden"] // own["heads"], **own}
+    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    # The temporary tensors of a part of a head are taken for those of all of it.
+    whole = {"rope_parameters": {**rope, PARTIAL: 1.0}} if PARTIAL in rope else {}
+    # Some classes read the width of a head without a default for it, and some do not.
+    for hidden in (GENERIC["hidden"], GENERIC["heads"] * GENERIC["head_dim"]):
+        widths = {**GENERIC, "embedding": 0, "hidden": hidden}
+        generic = {key: widths[name] for name, key in keys.items()}
+        generic["head_dim"] = widths["head_dim"]
+        table = FormTable()
+        try:
+            found = _rows({**config, **generic, **whole}, Reader(widths, table), widths["rank"])
+            found |= {"features": FEATURES, "forms": table.flat()}
+            if _holds(config, found, own):
+                return found | {"widths": own}
+        except Exception:  # of any kind: these widths are not the config's
+            continue
+    return None
+
+
+def _holds(config: Mapping[str, Any], found: Mapping[str, Any], widths: Mapping[str, int]) -> bool:
+    """Whether forms say what the model of a config keeps, with all weights trained."""
+    forms = KeptForms(features=found["features"], forms=found["forms"], rows=found["rows"])
+    length = LengthReader.LENGTHS[0]
+    for eager, (size, dtype) in product((False, True), DTYPES.items()):
+        model = build(config, dtype, eager=eager)
+        for regime, targets, count in passes(model, size):
+            if targets != "none":
+                break
+            count.run(ROWS, length)
+            for kind, twin in enumerate(dict.fromkeys(count.twins)):
+                key = regime.key(targets, fused=not eager)
+                said = forms.of_layer(key, kind, {**widths, "sequence": length, "rank": 0})
+                counted = count.kept[twin].per_token(ROWS * length)
+                if any(abs(a - b) > 0.005 * b for a, b in zip(said, counted, strict=True)):
+                    return False
+    return True
+
+
+def _rows(
+    config: Mapping[str, Any], reader: Reader | LengthReader, rank: int = RANK
+) -> dict[str, Any]:
+    """Return the rows of `KeptForms`, and what else the passes show of a model."""
+    rows: dict[str, list[Any]] = {}
     assumed: dict[str, str] = {}
-    for attention in ("flash", "eager"):
-        for size, dtype in DTYPES.items():
-            try:
-                model = build(config, dtype, eager=attention == "eager")
-                for key, count in passes(model, size):
-                    kept[f"{key}-{attention}"] = {
-                        str(length): count.run(ROWS, length).per_token(ROWS * length)
-                        for length in SEQUENCES
-                    }
-                    assumed |= count.assumed
-                    answer["logit_softcap"] = count.wide > 0
-            except CODE_ERRORS as error:
-                assumed[answer["architecture"]] = f"{type(error).__name__}: {sentence_of(error)}"
-    return answer | {"kept": kept, "assumed": assumed}
+    grouped = softcap = False
+    kinds: list[int] = []
+    for eager, (size, dtype) in product((False, True), DTYPES.items()):
+        model = build(config, dtype, eager=eager)
+        for regime, targets, count in passes(model, size, rank):
+            for compiled, row in enumerate(reader.rows(count)):
+                key = replace(regime, compiled=bool(compiled)).key(targets, fused=not eager)
+                rows[key] = row
+            assumed |= count.assumed
+            grouped, softcap = grouped or count.grouped, softcap or count.wide > 0
+            first = list(dict.fromkeys(count.twins))
+            kinds = [first.index(twin) for twin in count.twins]
+    return {
+        "rows": rows,
+        "kinds": kinds,
+        "assumed": assumed,
+        "groups_heads": grouped,
+        "logit_softcap": softcap,
+    }
+
+
+def parsed(config: Mapping[str, Any]) -> Any:
+    """Return the config of transformers that a config.json describes."""
+    from transformers import AutoConfig
+
+    values = {key: value for key, value in config.items() if key not in ("model_type", "auto_map")}
+    return AutoConfig.for_model(config["model_type"], **values)
 
 
 def build(config: Mapping[str, Any], dtype: torch.dtype, *, eager: bool = False) -> Any:
     """Return the causal LM of a config.json on the meta device, ready to be trained."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    values = {key: value for key, value in config.items() if key not in ("model_type", "auto_map")}
-    parsed = AutoConfig.for_model(config["model_type"], **values)
     # Without a choice, transformers takes SDPA where the class supports it.
     options = {"attn_implementation": "eager"} if eager else {}
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(parsed, dtype=dtype, **options).train()
-
-
-def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the longest outermost list of modules that reads text, and its name."""
-    lists: dict[str, nn.ModuleList] = {}
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in lists)
-        if isinstance(module, nn.ModuleList) and not inside and not TOWER.search(name):
-            lists[name] = module
-    if not lists:
-        raise ValueError("the model has no list of layers")
-    name = max(lists, key=lambda name: len(lists[name]))
-    return name, lists[name]
+        return AutoModelForCausalLM.from_config(parsed(config), dtype=dtype, **options).train()
 
 
 def twins_of(layers: Iterable[nn.Module]) -> list[int]:
@@ -129,27 +194,25 @@ def _likeness(layer: nn.Module) -> Any:
     )
 
 
-def passes(model: Any, weight: int) -> Iterator[tuple[str, LayerCount]]:
-    """Yield the passes through a model with weights of this size, by their names."""
-    head = model.get_output_embeddings()
+def passes(model: Any, weight: int, rank: int = RANK) -> Iterator[tuple[Regime, str, LayerCount]]:
+    """Yield the passes through a model with weights of this size, and what has adapters."""
     _, layers = decoder_layers(model)
     twins = twins_of(layers)
-    for compute, of_weight, autocast, adapter in (*FULL, *ADAPTED):
-        if of_weight != weight:
-            continue
-        for targets in ("all-linear", "attention") if adapter else ("none",):
+    full = [(regime, "none") for regime in FULL]
+    adapted = [(regime, targets) for regime in ADAPTED for targets in ("all-linear", "attention")]
+    for regime, targets in (*full, *adapted):
+        if regime.weight == weight:
             yield (
-                f"{compute}-{weight}-{int(autocast)}-{adapter}-{targets}",
+                regime,
+                targets,
                 LayerCount(
                     model=model,
                     layers=layers,
                     twins=twins,
-                    vocabulary=0 if head is None else head.weight.shape[0],
-                    compute=DTYPES[compute],
-                    autocast=autocast,
+                    regime=regime,
                     is_uncountable=lambda module: bool(SCAN.search(type(module).__name__)),
-                    adapted=_targeted(model, targets) if adapter else None,
-                    adapter=DTYPES[adapter or 4],
+                    adapted=_targeted(model, targets) if targets != "none" else None,
+                    rank=rank,
                 ),
             )
 
@@ -160,118 +223,9 @@ def _targeted(model: Any, targets: str) -> frozenset[str]:
     return frozenset(
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
+        if is_linear(module) and module is not head
         if targets == "all-linear" or ATTENTION.search(name)
     )
-
-
-TOWER: Final = re.compile(r"(?:^|\.)[a-z_]*(?:vision|visual|audio|image|speech)[a-z_]*(?=\.|$)")
-"""Names of modules that read no text."""
-
-
-def describe(model: Any, stack: str, layers: nn.ModuleList) -> dict[str, Any]:
-    """Return the parameters and widths of a model; `stack` names the list of its layers."""
-    config = model.config.get_text_config(decoder=True)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tensors = list(_tensors(model, stack))
-    hidden = _whole(config, "hidden_size", "d_model", "n_embd", default=embedding.embedding_dim)
-    heads = _whole(config, "num_attention_heads", default=0)
-    vocabulary = embedding.num_embeddings if head is None else head.weight.shape[0]
-    experts = max((shape[0] for _, shape, kind, _ in tensors if kind == "experts"), default=0)
-    norms = [name for name, module in layers[0].named_modules() if _is_norm(module)]
-    wide = [name for name in norms if "att" not in name.rpartition(".")[0]]
-    return {
-        "architecture": type(model).__name__,
-        "tensors": tensors,
-        "layers": len(layers),
-        "hidden_size": hidden,
-        "heads": heads,
-        "kv_heads": _whole(config, "num_key_value_heads", default=heads),
-        "head_dim": _whole(config, "head_dim", default=hidden // heads if heads else 0),
-        "intermediate_size": _passed_width(config, tensors, hidden, experts),
-        "vocab_size": vocabulary,
-        "max_positions": _whole(config, "max_position_embeddings", default=0) or None,
-        "tied": head is not None and head.weight is embedding.weight,
-        "experts": experts,
-        "active_experts": _active(config, experts),
-        "norms_per_layer": len(wide) or 2,
-        "qk_norm": len(norms) > len(wide),
-        "dropout": any(isinstance(m, nn.Dropout) and m.p > 0 for x in layers for m in x.modules())
-        or bool(getattr(config, "attention_dropout", 0)),
-        "gated": any("gate" in name for name, _ in layers[0].named_parameters()),
-        "towers": _towers(model),
-    }
-
-
-def _tensors(model: Any, stack: str) -> Iterator[tuple[str, list[int], str, int | None]]:
-    """Yield name, shape, kind and layer of each parameter, a tied one once."""
-    modules = dict(model.named_modules())
-    head = model.get_output_embeddings()
-    for name, parameter in model.named_parameters():
-        owner, _, end = name.rpartition(".")
-        below = name.removeprefix(f"{stack}.")
-        layer = None if below == name else int(below.partition(".")[0])
-        kind = _kind(owner, end, modules[owner], parameter, is_head=modules[owner] is head)
-        yield name, list(parameter.shape), kind, layer
-
-
-def _kind(owner: str, end: str, module: nn.Module, parameter: Any, *, is_head: bool) -> str:
-    name, columns = type(module).__name__, parameter.ndim
-    if is_head and end == "weight":
-        return "head"
-    if _is_norm(module):
-        return "norm"
-    if isinstance(module, nn.Embedding):
-        return "positions" if "pos" in owner or owner.endswith("wpe") else "embedding"
-    if end == "weight" and (isinstance(module, nn.Linear) or name == "Conv1D"):
-        return "linear"
-    if "Router" in name or ("gate" in owner.rpartition(".")[2] and columns == 2):
-        return "router"
-    whole = [part.ndim for part in module.parameters(recurse=False)]
-    is_convolution = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    if "Expert" in name and max(whole) == 3 and not is_convolution:
-        return "experts"
-    return "bias" if columns == 1 else "other"
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return "Norm" in type(module).__name__ and not list(module.children())
-
-
-def _whole(config: Any, *names: str, default: int) -> int:
-    """Return the first of these keys that is a number; of a list by layer, the largest."""
-    for name in names:
-        try:
-            value = getattr(config, name, None)
-        except RuntimeError:
-            continue  # an AmbiguousGlobalPerLayerAttributeError: the layers differ
-        if isinstance(value, list | tuple):
-            value = max((part for part in value if isinstance(part, int)), default=None)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    return default
-
-
-def _active(config: Any, experts: int) -> int:
-    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-    return min(experts, _whole(config, *names, default=experts))
-
-
-def _passed_width(config: Any, tensors: list[Any], hidden: int, experts: int) -> int:
-    """Return the width of the MLP that one token passes."""
-    if experts:
-        widest = max(math.prod(shape) for _, shape, kind, _ in tensors if kind == "experts")
-        return _active(config, experts) * widest // (experts * hidden * 2)
-    return _whole(config, "intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
-
-
-def _towers(model: Any) -> dict[str, int]:
-    """Return the parameters of modules that read no text, by name."""
-    towers: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
-        if match := TOWER.search(name):
-            towers[name[: match.end()]] = towers.get(name[: match.end()], 0) + parameter.numel()
-    return towers
 
 
 if __name__ == "__main__":

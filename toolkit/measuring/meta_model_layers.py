@@ -5,40 +5,65 @@ The model runs on the meta device. A layer that has a twin before it is not run 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch.nn.functional import linear
+from torch import nn
+from torch.nn.functional import dropout, linear
 from torch.utils._pytree import tree_leaves, tree_map
 
+from toolkit.jobs.kept import Regime
 from toolkit.measuring.meta_counting import Assumed, LiveStorages, OnGpu, bytes_of, number_of
 
 RANK: Final = 16
 """Rank of the adapters that are counted."""
 
+DTYPES: Final = {4: torch.float32, 2: torch.bfloat16}
+
 CODE_ERRORS: Final = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
 """Errors of a layer's code when it meets a tensor without values."""
 
 
-@dataclass(slots=True, frozen=True)
-class KeptBytes:
-    """Bytes of one layer for all tokens of a micro-batch."""
+Sizes = Counter[int]
+"""Number of tensors by their bytes."""
 
-    saved: int
-    boundary: int
-    backward_peak: int
-    products: int
-    every_second: int
+
+@dataclass(slots=True, frozen=True)
+class KeptSizes:
+    """Tensors of one layer for all tokens of a micro-batch."""
+
+    saved: Sizes
+    boundary: Sizes
+    products: Sizes
+    every_second: Sizes
+    peaks: list[Sizes]
+    """What lives at each moment of the layer's backward in which a tensor is made."""
+
+    def per_token(self, tokens: int) -> list[float]:
+        """Return the bytes of a token, in the order of the fields; of the peaks, the largest."""
+        sums = [self.saved, self.boundary, self.products, self.every_second]
+        peak = max(map(bytes_in, self.peaks))
+        return [size / tokens for size in (*map(bytes_in, sums), peak)]
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether peft adapts a module as a linear layer: GPT-2's `Conv1D` as well."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def bytes_in(sizes: Sizes) -> int:
+    return sum(size * number for size, number in sizes.items())
 
 
 @dataclass(kw_only=True)
 class LayerCount:
     """One pass through a model.
 
-    After `run`, it holds the bytes by number of the layer.
+    After `run`, it holds the tensors by number of the layer, as written and as compiled.
     """
 
     model: Any
@@ -46,24 +71,25 @@ class LayerCount:
     twins: Sequence[int]
     """For each layer, the number of the first layer that is like it."""
 
-    vocabulary: int
-    compute: torch.dtype
-    autocast: bool
+    regime: Regime
     is_uncountable: Callable[[Any], bool]
     adapted: Collection[str] | None = None
     """Names of the linear layers with adapters; None trains all weights."""
 
-    adapter: torch.dtype = torch.float32
-
-    kept: dict[int, KeptBytes] = field(default_factory=dict[int, KeptBytes])
+    rank: int = RANK
+    kept: dict[int, KeptSizes] = field(default_factory=dict[int, KeptSizes])
+    compiled: dict[int, KeptSizes] = field(default_factory=dict[int, KeptSizes])
     assumed: dict[str, str] = field(default_factory=dict[str, str])
     """Classes of modules that were not counted, with the reason."""
 
-    outside: int = 0
-    """Bytes kept outside the layers, without tensors as wide as the vocabulary."""
+    outside: Sizes = field(default_factory=Sizes)
+    """Tensors kept outside the layers, without those as wide as the vocabulary."""
 
     wide: int = 0
     """Number of tensors as wide as the vocabulary that the head keeps."""
+
+    grouped: bool = False
+    """Whether fused attention took fewer heads of keys than of queries."""
 
     _results: dict[int, Any] = field(default_factory=dict[int, Any])
 
@@ -71,6 +97,8 @@ class LayerCount:
         """Count one forward pass, with the backward pass of each layer that has no twin."""
         from transformers import masking_utils
 
+        head = self.model.get_output_embeddings()
+        vocabulary = None if head is None else head.weight.shape[0]
         outside: dict[int, torch.Tensor] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,7 +108,7 @@ class LayerCount:
         with ExitStack() as undo:
             live = LiveStorages([*self.model.parameters(), *self.model.buffers()])
             if self.adapted is not None:
-                self._attach(undo, live)
+                self._attach(undo, live, head)
             for number, layer in enumerate(self.layers):
                 for module in layer.modules():
                     if module is not layer and self.is_uncountable(module):
@@ -90,7 +118,7 @@ class LayerCount:
             # It reads the values of positions, to look for packed rows; there are none.
             _set(undo, masking_utils, "find_packed_sequence_indices", lambda *_, **__: None)
             ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
-            undo.enter_context(OnGpu(live, autocast=self.autocast))
+            on_gpu = undo.enter_context(OnGpu(live, autocast=self.regime.autocast))
             undo.enter_context(live)
             undo.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))
             self.model(input_ids=ids, use_cache=False)
@@ -99,20 +127,21 @@ class LayerCount:
                 for tensor in outside.values()
                 if live.serial(tensor) and tensor.is_floating_point()
             ]
-        narrow = [tensor for tensor in of_tokens if tensor.shape[-1:] != (self.vocabulary,)]
-        self.outside = sum(map(bytes_of, narrow))
+        narrow = [tensor for tensor in of_tokens if tensor.shape[-1] != vocabulary]
+        self.outside = Counter(map(bytes_of, narrow))
         self.wide = len(of_tokens) - len(narrow)
+        self.grouped = on_gpu.grouped
         return self
 
-    def per_token(self, tokens: int) -> dict[str, float]:
-        """Return bytes of a token: means over the layers, the largest peak, and those outside."""
-        layers = [self.kept[twin] for twin in self.twins]
-        means = {
-            name: sum(getattr(layer, name) for layer in layers) / len(layers) / tokens
-            for name in ("saved", "boundary", "products", "every_second")
-        }
-        peak = max(layer.backward_peak for layer in layers)
-        return means | {"backward_peak": peak / tokens, "outside": self.outside / tokens}
+    def adapted_layers(self) -> Counter[int]:
+        """Return the number of adapters in each decoder layer."""
+        names = {module: name for name, module in self.model.named_modules()}
+        return Counter(
+            number
+            for number, layer in enumerate(self.layers)
+            for module in layer.modules()
+            if names[module] in (self.adapted or ())
+        )
 
     def _counting(self, live: LiveStorages, number: int, layer: Any) -> Callable[..., Any]:
         forward = layer.forward
@@ -135,41 +164,69 @@ class LayerCount:
     def _count(
         self, live: LiveStorages, number: int, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Run a layer forward and backward, note its bytes, and describe its result."""
+        """Run a layer forward and backward, note its tensors, and describe its result."""
         stream = _stream(args, kwargs)
-        start = stream.detach().requires_grad_()
+        start = torch.empty_like(stream, requires_grad=True)
+        first = live.serial(start)
         args, kwargs = tree_map(lambda leaf: start if leaf is stream else leaf, (args, kwargs))
-        before, made = live.start(), live.made
-        kept: dict[int, int] = {}
+        kept: set[int] = set()
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            serial = live.serial(tensor)
-            # Made within the layer, or its input: tensors from before belong to other layers.
-            if serial > made or number_of(tensor) == number_of(start):
-                kept[serial] = bytes_of(tensor)
+            kept.add(live.serial(tensor))
             return tensor
 
+        live.products.clear()
+        live.attended.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             out = forward(*args, **kwargs)
         described = tree_map(_Described.of, out)
         result = next(leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
         edge = torch.autograd.graph.get_gradient_edge(result)
-        products, attended = live.products, live.attended
+        products, attended = [*live.products], [*live.attended]
         gradient = torch.empty_like(result, requires_grad=False)
-        held = kept.get(live.serial(start), 0)
         # Tensors that only these names hold would count as alive in the backward.
         del out, result, args, kwargs
-        # A part of the graph that leads to no result is freed with it.
-        saved = sum(size for serial, size in kept.items() if serial in live.living())
-        live.start()
-        torch.autograd.grad(edge, start, gradient)
-        self.kept[number] = KeptBytes(
-            saved=saved,
-            boundary=bytes_of(start),
-            backward_peak=live.peak - before + held,
-            products=sum(products) + attended,
-            every_second=sum(products[::2]) + attended,
-        )
+        # Made within the layer, or its input: tensors from before belong to other layers. A part
+        # of the graph that leads to no result is freed with it.
+        kept.intersection_update(live.living(first - 1))
+        again = {
+            serial: {live.same.get(serial, serial)}
+            if serial in live.read
+            else {made for made in live.sources[serial] if made >= first}
+            for serial in kept
+        }
+
+        def sizes(serials: Iterable[int]) -> Sizes:
+            return Counter(live.sizes[serial] for serial in serials)
+
+        peaks: list[Sizes] = []
+        compiled: list[Sizes] = []
+
+        def note() -> None:
+            living = {*live.living(first), *({first} & kept)}
+            peaks.append(sizes(living))
+            from_sources = set[int]().union(*(again[serial] for serial in living & kept))
+            compiled.append(sizes((living - kept) | from_sources))
+
+        live.on_full = note
+        try:
+            found = torch.autograd.grad(edge, start, gradient)
+        finally:
+            live.on_full = None
+        note()
+        del found
+
+        def of_layer(saved: Iterable[int], peaks: list[Sizes]) -> KeptSizes:
+            return KeptSizes(
+                saved=sizes(saved),
+                boundary=sizes([first]),
+                products=Counter([*products, *attended]),
+                every_second=Counter([*products[::2], *attended]),
+                peaks=peaks,
+            )
+
+        self.kept[number] = of_layer(kept, peaks)
+        self.compiled[number] = of_layer(set[int]().union(*again.values()), compiled)
         return described
 
     def _stand_in(self, module: Any) -> Callable[..., Any]:
@@ -178,24 +235,50 @@ class LayerCount:
         width = sum(part.in_features + part.out_features for part in linears)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return Assumed.apply(_stream(args, kwargs), width, self.compute)
+            return Assumed.apply(_stream(args, kwargs), width, DTYPES[self.regime.compute])
 
         return forward
 
-    def _attach(self, undo: ExitStack, live: LiveStorages) -> None:
+    def _attach(self, undo: ExitStack, live: LiveStorages, head: Any) -> None:
         """Freeze the model, and put low-rank matrices beside its linear layers, as peft does."""
         for parameter in self.model.parameters():
             undo.callback(parameter.requires_grad_, parameter.requires_grad)
             parameter.requires_grad_(False)
+        dtype = DTYPES[self.regime.adapter]
         for name, module in self.model.named_modules():
             if name in (self.adapted or ()):
-                shapes = (RANK, module.in_features), (module.out_features, RANK)
-                down, up = (
-                    torch.empty(shape, dtype=self.adapter, device="meta", requires_grad=True)
-                    for shape in shapes
+                out, into = (
+                    module.weight.shape
+                    if isinstance(module, nn.Linear)
+                    else (module.weight.shape[::-1])
                 )
-                live.leave_out(down, up)
-                _replace(undo, module, _with_adapter(module, down, up))
+                shapes = (self.rank, into), (out, self.rank)
+                pair = [
+                    torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+                    for shape in shapes
+                ]
+                live.leave_out(*pair)
+                _replace(undo, module, self._linear(module, pair))
+            elif self.regime.returns_input and is_linear(module) and module is not head:
+                _replace(undo, module, self._linear(module, []))
+
+    def _linear(self, module: Any, pair: list[torch.Tensor]) -> Callable[..., Any]:
+        """Return the forward of a frozen linear layer, with a pair of matrices beside it."""
+        regime, plain = self.regime, module.forward
+
+        def forward(value: torch.Tensor) -> torch.Tensor:
+            result = plain(value)
+            if regime.returns_input:
+                result = result.to(value.dtype)
+            if not pair:
+                return result
+            entered = value.to(pair[0].dtype)
+            if regime.adapter_dropout:
+                entered = dropout(entered, 0.05)
+            added = linear(linear(entered, pair[0]), pair[1]) * 2.0
+            return (result + added).to(result.dtype)
+
+        return forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,15 +305,6 @@ class _Described:
             return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=gradient)
 
         return made
-
-
-def _with_adapter(module: Any, down: torch.Tensor, up: torch.Tensor) -> Callable[..., Any]:
-    def forward(value: torch.Tensor) -> torch.Tensor:
-        result = linear(value, module.weight, module.bias)
-        added = linear(linear(value.to(down.dtype), down), up) * 2.0
-        return (result + added).to(result.dtype)
-
-    return forward
 
 
 def _set(undo: ExitStack, owner: Any, name: str, value: Any) -> None:

@@ -24,7 +24,7 @@ from toolkit.backends.schedules import bubble, refused_micro_batches, schedule_o
 from toolkit.backends.stages import costs_of, cut
 from toolkit.configs.accelerate import num_processes_problem
 from toolkit.errors import UnfitModelError, UsageError
-from toolkit.planning.models.architectures import shape_from_config
+from toolkit.planning.models.resolve import shape_of_config
 from toolkit.strategies import Strategy
 from toolkit.training.arguments import OwnArguments, RunArguments
 from toolkit.training.methods import meta_model
@@ -90,7 +90,7 @@ def check_pipeline(
     ranks = None if num_processes is None else strategy.pipeline_ranks(num_processes)
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     try:
-        model = shape_from_config(config, name=str(folder))
+        model = shape_of_config(config, name=str(folder))
         if ranks is None:
             return
         costs = costs_of(model, own.run.pipeline_balance, sequence=own.data.length)

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from toolkit.engines.described import decoder_layers
 from toolkit.engines.tensors import tensors_in
 from toolkit.errors import UsageError
-from toolkit.planning.models.families import FAMILIES
 
 Autocast = Callable[[], AbstractContextManager[object]]
 """Enters the precision of the training."""
@@ -81,24 +81,21 @@ def observe(model: Any, *, autocast: Autocast = nullcontext) -> Observed:
 
 
 def _stack_of(model: Any) -> Observed:
-    """Return the list of decoder layers, by the planner's table of families."""
-    name, kind = type(model).__name__, getattr(model.config, "model_type", "")
-    family = FAMILIES.get(kind)
-    stack = None
-    if family is not None:
-        path = f"{family.stem}.{family.stack}"
-        stack = dict(model.named_modules()).get(path)
-    if family is None or not isinstance(stack, torch.nn.ModuleList):
+    """Return the list of decoder layers."""
+    name = type(model).__name__
+    try:
+        stack, layers = decoder_layers(model)
+    except ValueError as error:
         raise UsageError(
-            f"{name} (model_type {kind!r}) cannot be cut into the stages of a pipeline: its list "
-            "of decoder layers is not known. Use --strategy fsdp, which shards any model."
-        )
+            f"{name} cannot be cut into the stages of a pipeline: {error}. Use --strategy fsdp, "
+            "which shards any model."
+        ) from error
     if getattr(model.config, "output_router_logits", False):
         raise UsageError(
             f"{name} cannot be cut into the stages of a pipeline with output_router_logits: its "
             "loss needs the routers of all layers. Set output_router_logits to false."
         )
-    return Observed(stack=f"{family.stem}.{family.stack}", layers=stack)
+    return Observed(stack=stack, layers=layers)
 
 
 def _parts(model: torch.nn.Module, stack: str) -> list[Part]:

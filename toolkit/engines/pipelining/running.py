@@ -33,12 +33,13 @@ from toolkit.backends.schedules import (
     refused_micro_batches,
 )
 from toolkit.backends.stages import Balance, costs_of, cut
+from toolkit.engines.described import described
 from toolkit.engines.pipelining.cutting import STAND_INS, Batch, Cut, StageModule, Window, cut_model
 from toolkit.engines.pipelining.observed import Autocast, observe
 from toolkit.engines.tensor_parallel import keep_parts, split
 from toolkit.engines.tensors import copies_of, local, sum_of_squares
 from toolkit.errors import UsageError
-from toolkit.planning.models.architectures import shape_from_config
+from toolkit.planning.models.counted import shape_of
 
 MESH: Final[tuple[str, ...]] = ("pipeline", "data", "tensor")
 """Dimensions of a mesh, the outermost first: the ranks of a tensor group are neighbours, and
@@ -86,7 +87,7 @@ class Pipeline:
         self.device = device
         self.rank_of = [schedule.rank_of(stage, ranks=ranks) for stage in range(stages)]
         name = type(model).__name__
-        shape = shape_from_config(model.config.to_dict(), name=name)
+        shape = shape_of(described(model), name)
         layers = cut(costs_of(shape, balance, sequence=sequence), stages, name=name)
         observed = observe(model, autocast=autocast)
         self.cut: Cut = cut_model(

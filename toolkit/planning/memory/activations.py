@@ -7,19 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from toolkit.jobs.kept import FP32, LayerBytes, Regime
 from toolkit.jobs.shape import UNCOUNTED, ModelShape
 from toolkit.jobs.terms import BACK, FIRST, RUNNING, Interval, Term, product
 from toolkit.jobs.weights import weights_of
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.memory.autograd_memory import FP32, Regime, Value
-from toolkit.planning.memory.counted import counted_bytes
-from toolkit.planning.memory.layers import (
-    LayerBytes,
-    LayerTape,
-    keeps_scores,
-    layer_bytes,
-    regime_of,
-)
+from toolkit.planning.memory.layers import bytes_outside, keeps_scores, layer_bytes, regime_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,22 +58,21 @@ def activations_of(job: PlannedJob) -> Activations:
 
 def _activations(job: PlannedJob, *, fused: bool) -> Activations:
     model, tokens = job.model, job.micro_tokens
-    formula, by_kind = "", dict[bool, tuple[float, float, float]]()
-    for sparse in set(model.sparse_layers):
+    formula, by_kind = "", dict[int, tuple[float, float, float]]()
+    for kind in set(model.layer_kinds):
         layer = layer_bytes(
             model,
             regime_of(job),
             job.sequence,
             fused=fused,
             adapters=0 if job.method == "full" else job.lora_rank,
-            adapter_dropout=job.lora_dropout > 0,
             targets=job.lora_targets,
-            sparse=sparse,
+            kind=kind,
         )
-        formula, by_kind[sparse] = _of_layer(job, layer)
+        formula, by_kind[kind] = _of_layer(job, layer)
     kept_per_token = at_work = 0.0
-    for sparse in model.sparse_layers:
-        kept, working, _ = by_kind[sparse]
+    for kind in model.layer_kinds:
+        kept, working, _ = by_kind[kind]
         kept_per_token += kept
         # Backward goes from the last layer to the first, and frees what each has kept.
         at_work = max(at_work - kept, working)
@@ -89,7 +81,7 @@ def _activations(job: PlannedJob, *, fused: bool) -> Activations:
         masked=0.0,
         at_work=at_work * tokens,
         at_work_masked=at_work * tokens,
-        last=by_kind[model.sparse_layers[0]][2] * tokens,
+        last=by_kind[model.layer_kinds[0]][2] * tokens,
         loss=loss_bytes(job),
         formula=f"tokens * ({formula})",
         per_token=kept_per_token,
@@ -333,34 +325,16 @@ def loss_bytes(job: PlannedJob) -> LossBytes:
 
 
 def _tail(job: PlannedJob, regime: Regime) -> float:
-    model, trains = job.model, job.method == "full"
-    if model.counted is None:
-        return _recorded_tail(model, regime, trains, job.trains_head)
-    adapters = 0 if trains else job.lora_rank
-    # Models are counted with adapters alone; a head that is trained keeps its input.
-    into_head = regime.compute * model.hidden_size if job.lora_embeddings else 0
-    return (
-        into_head
-        + counted_bytes(
-            model,
-            regime,
-            job.sequence,
-            fused=job.attention == "flash",
-            adapters=adapters,
-            targets=job.lora_targets,
-        ).outside
+    # Models are counted with adapters alone; a head that is trained beside them keeps its input.
+    into_head = regime.compute * job.model.hidden_size if job.lora_embeddings else 0
+    return into_head + bytes_outside(
+        job.model,
+        regime,
+        job.sequence,
+        fused=job.attention == "flash",
+        adapters=0 if job.method == "full" else job.lora_rank,
+        targets=job.lora_targets,
     )
-
-
-@lru_cache(maxsize=1024)
-def _recorded_tail(model: ModelShape, regime: Regime, trains: bool, trains_head: bool) -> float:
-    tape = LayerTape(model=model, regime=regime, trains=trains)
-    stream = Value(model.hidden_size, tape.entering)
-    if model.block.order != "post":
-        stream = tape.norm(stream)
-    tape.trains = trains_head
-    tape.linear(stream, 1)
-    return tape.saved_bytes
 
 
 def _chunked(job: PlannedJob, tail: float, compute: int) -> LossBytes:

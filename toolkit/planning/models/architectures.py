@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from toolkit.errors import UsageError
-from toolkit.jobs.shape import ModelShape, Tensor
-from toolkit.planning.models.families import FAMILIES
-from toolkit.planning.models.family import ALWAYS, Family, ModelParts
+from toolkit.jobs.kept import value_of, width_of
+from toolkit.jobs.shape import ModelShape, Tensor, TensorKind
+from toolkit.planning.models.family import FAMILIES, Family
 from toolkit.planning.models.reading import MOST, ConfigReader, shown
 
 
@@ -29,47 +29,64 @@ def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     config, note = _text_part(config, name)
     _check_plain(config, name)
     family = _family(config, name)
-    reader = ConfigReader(config, name, family.defaults, family.aliases)
+    reader = ConfigReader(config, name, family.defaults, family.aliases, family.dropout)
     widths = _widths(family, reader, name)
-    flags = {ALWAYS, *(key for key in family.flags if reader.flag(key))}
-    if family.architecture == "FalconForCausalLM":
-        flags |= _falcon_norms(reader, flags)
-        widths |= _attention_widths(widths, kv_heads=_falcon_kv_heads(widths, flags))
-    if family.architecture == "OPTForCausalLM":
-        projected = reader.whole_or_none("word_embed_proj_dim", most=MOST["hidden"])
-        widths["embedding"] = projected or widths["hidden"]
-        flags |= _opt_extras(widths, flags)
+    switches = {key: _is_on(key, reader, widths) for key in (*family.switches, *family.keeping)}
+    variant = family.parameters[_bits(switches[key] for key in family.switches)]
+    if isinstance(variant["kv_heads"], int):
+        widths["kv_heads"] = variant["kv_heads"]
+    elif variant["kv_heads"] == "heads":
+        widths["kv_heads"] = widths["heads"]
     tied = reader.flag("tie_word_embeddings")
-    sparse = _sparse_layers(family, reader, widths)
-    norms = [
-        part.name
-        for part in family.layer
-        if part.when in flags and part.kind == "norm" and part.name.endswith(".weight")
-    ]
+    labels = _labels(family, reader, widths)
+    kinds = tuple(map(family.kinds.index, labels))
+    has_experts, dense = "sparse" in labels, "dense" in labels
+    settings = _bits(switches[key] for key in family.keeping)
     return ModelShape(
         name=name,
         architecture=family.architecture,
         note=note,
-        block=family.block,
-        tensors=_tensors(family, widths, flags, sparse=sparse, tied=tied),
+        kept=family.kept_forms(settings, grouped=widths["kv_heads"] < widths["heads"]),
+        kinds=kinds,
+        tensors=_tensors(family, variant, widths, kinds, tied=tied, reader=reader),
         layers=widths["layers"],
         hidden_size=widths["hidden"],
         heads=widths["heads"],
         kv_heads=widths["kv_heads"],
         head_dim=widths["head_dim"],
-        intermediate_size=_passed_width(widths) if any(sparse) else widths["ffn"],
-        dense_size=widths["ffn"] if any(sparse) and not all(sparse) else 0,
+        intermediate_size=_passed_width(widths) if has_experts else widths["ffn"],
+        dense_size=widths["ffn"] if has_experts and dense else 0,
         vocab_size=widths["vocab"],
         max_positions=widths.get("positions"),
         tied=tied,
-        experts=widths["experts"] if any(sparse) else 0,
-        active_experts=widths["active_experts"] if any(sparse) else 0,
-        # The two norms of OLMo, and of OPT if configured so, have no weight to count.
-        norms_per_layer=sum(not norm.startswith("self_attn.") for norm in norms) or 2,
-        qk_norm=any(norm.startswith("self_attn.") for norm in norms),
-        dropout=max(map(reader.probability, family.dropout)) > 0,
+        experts=widths["experts"] if has_experts else 0,
+        active_experts=widths["active"] if has_experts else 0,
+        expert_size=widths["expert"] if has_experts else 0,
+        norms_per_layer=variant["norms_per_layer"],
+        qk_norm=variant["qk_norm"],
+        dropout=switches["dropout"],
         logit_softcap=bool(family.softcap) and reader.get(family.softcap) is not None,
+        gated=variant["gated"],
+        rotary=variant["rotary"],
+        groups_heads=family.grouped,
     )
+
+
+def _bits(values: Iterable[bool]) -> str:
+    return "".join(str(int(value)) for value in values)
+
+
+def _is_on(key: str, reader: ConfigReader, widths: Mapping[str, int]) -> bool:
+    """Return whether a setting is on that decides what a model is made of."""
+    if key == "dropout":
+        return max(map(reader.probability, reader.dropout)) > 0
+    if key == "projected":  # OPT: words in another width than the hidden state
+        return widths["embedding"] != widths["hidden"]
+    if key == "two_norms":
+        # Falcon-7B has one norm for attention and MLP, 40B one for each.
+        norms = reader.whole_or_none("num_ln_in_parallel_attn", most=2)
+        return reader.flag("new_decoder_architecture") if norms is None else norms == 2
+    return reader.flag(key)
 
 
 def _widths(family: Family, reader: ConfigReader, name: str) -> dict[str, int]:
@@ -100,20 +117,12 @@ def _widths(family: Family, reader: ConfigReader, name: str) -> dict[str, int]:
     positions = _optional(family, reader, "positions")
     if positions is not None:
         widths["positions"] = positions
-        widths["position_rows"] = positions + family.position_offset
-    elif any("position_rows" in part.dims for part in family.before):
-        raise reader.wrong(keys["positions"], "It should say how many positions there are.")
     widths |= {
-        "one": 1,
+        "kv_heads": kv_heads,
         "head_dim": head_dim or hidden // heads,
-        # Some modules use this width and ignore `head_dim`.
-        "derived_head_dim": hidden // heads,
-        "derived_keys": kv_heads * (hidden // heads),
         "ffn": _optional(family, reader, "ffn") or 4 * hidden,
-        "embedding": hidden,
+        "embedding": reader.whole_or_none("word_embed_proj_dim", most=MOST["hidden"]) or hidden,
     }
-    widths["two_ffn"] = 2 * widths["ffn"]
-    widths |= _attention_widths(widths, kv_heads=kv_heads)
     return widths | _expert_widths(family, reader, name)
 
 
@@ -122,116 +131,76 @@ def _optional(family: Family, reader: ConfigReader, role: str) -> int | None:
     return None if key is None else reader.whole_or_none(key, most=MOST[role])
 
 
-def _attention_widths(widths: Mapping[str, int], *, kv_heads: int) -> dict[str, int]:
-    queries = widths["heads"] * widths["head_dim"]
-    keys = kv_heads * widths["head_dim"]
-    return {
-        "kv_heads": kv_heads,
-        "queries": queries,
-        "keys": keys,
-        "queries_keys_values": queries + 2 * keys,
-    }
-
-
 def _expert_widths(family: Family, reader: ConfigReader, name: str) -> dict[str, int]:
     keys = family.keys
     if "experts" not in keys:
-        return {"experts": 0, "active_experts": 0, "expert_ffn": 0, "shared_ffn": 0}
+        return {"experts": 0, "active": 0, "expert": 0, "shared": 0}
     # Qwen's families build plain layers where there are no experts.
     least = 0 if "decoder_sparse_step" in family.defaults else 1
     experts = reader.whole(keys["experts"], least=least, most=MOST["experts"])
-    active = reader.whole(keys["active_experts"], most=MOST["experts"])
+    active = reader.whole(keys["active"], most=MOST["experts"])
     if experts and active > experts:
         raise UsageError(
-            f"{name}: config.json says {keys['active_experts']} = {active}, of only "
+            f"{name}: config.json says {keys['active']} = {active}, of only "
             f"{keys['experts']} = {experts}."
         )
-    expert_ffn = reader.whole(keys["expert_ffn"], most=MOST["ffn"])
-    shared = reader.whole(keys["shared_ffn"], most=MOST["ffn"]) if "shared_ffn" in keys else 0
-    return {
-        "experts": experts,
-        "active_experts": active,
-        "expert_ffn": expert_ffn,
-        "two_expert_ffn": 2 * expert_ffn,
-        "shared_ffn": shared,
-    }
+    shared = reader.whole(keys["shared"], most=MOST["ffn"]) if "shared" in keys else 0
+    expert = reader.whole(keys["expert"], most=MOST["ffn"])
+    return {"experts": experts, "active": active, "expert": expert, "shared": shared}
 
 
-def _sparse_layers(
-    family: Family, reader: ConfigReader, widths: Mapping[str, int]
-) -> tuple[bool, ...]:
-    """Return, for each layer, whether it has experts."""
-    layers, experts = widths["layers"], widths["experts"]
-    if "decoder_sparse_step" not in family.defaults:
-        return (experts > 0,) * layers
-    step = reader.whole("decoder_sparse_step", most=MOST["layers"])
-    dense = reader.indices("mlp_only_layers")
-    return tuple(
-        experts > 0 and layer not in dense and (layer + 1) % step == 0 for layer in range(layers)
-    )
+def _labels(family: Family, reader: ConfigReader, widths: Mapping[str, int]) -> list[str]:
+    """Return the kind of each layer, in the words of the family."""
+    layers, experts = range(widths["layers"]), widths["experts"]
+    if len(family.kinds) == 1:
+        return [family.kinds[0] for _ in layers]
+    if "sparse" in family.kinds:
+        step = reader.whole("decoder_sparse_step", most=MOST["layers"])
+        dense = reader.indices("mlp_only_layers")
+        return [
+            "sparse" if experts and layer not in dense and (layer + 1) % step == 0 else "dense"
+            for layer in layers
+        ]
+    # SmolLM3 rotates three layers of four.
+    step = reader.whole("no_rope_layer_interval", most=MOST["layers"])
+    listed = reader.get("no_rope_layers")
+    rotates = cast("list[object]", listed) if isinstance(listed, list) else []
+    if len(rotates) != len(layers):
+        rotates = [(layer + 1) % step for layer in layers]
+    return ["rotated" if rotates[layer] else "unrotated" for layer in layers]
 
 
 def _passed_width(widths: Mapping[str, int]) -> int:
     """Return the width of the MLPs that one token passes in a layer with experts."""
-    return widths["active_experts"] * widths["expert_ffn"] + widths["shared_ffn"]
+    return widths["active"] * widths["expert"] + widths["shared"]
 
 
 def _tensors(
     family: Family,
+    variant: Mapping[str, Any],
     widths: Mapping[str, int],
-    flags: set[str],
+    kinds: Sequence[int],
     *,
-    sparse: Sequence[bool],
     tied: bool,
+    reader: ConfigReader,
 ) -> tuple[Tensor, ...]:
-    def built(
-        parts: ModelParts, stem: str, flags: set[str], layer: int | None = None
-    ) -> Iterator[Tensor]:
-        for part in parts:
-            if part.when in flags:
-                shape = tuple(widths[dim] for dim in part.dims)
-                yield Tensor(f"{stem}.{part.name}", shape, part.kind, layer)
+    values = [width_of(feature, widths) for feature in family.features]
+    sizes = [int(value_of(form, values)) for form in family.forms]
 
-    tensors = list(built(family.before, family.stem, flags))
-    for layer, holds_experts in enumerate(sparse):
-        stem = f"{family.stem}.{family.stack}.{layer}"
-        mlp = "sparse" if holds_experts else "dense"
-        tensors += built(family.layer, stem, flags | {mlp}, layer)
-    tensors += built(family.after, family.stem, flags)
-    if not tied:
-        tensors.append(Tensor("lm_head.weight", (widths["vocab"], widths["embedding"]), "head"))
-    if family.head_bias:
-        tensors.append(Tensor("lm_head.bias", (widths["vocab"],), "bias"))
+    def built(numbers: Iterable[int], stem: str = "", layer: int | None = None) -> Iterator[Tensor]:
+        for number in numbers:
+            name, dims, kind, split = family.tensors[number]
+            if not (tied and kind == "head"):
+                shape = tuple(sizes[dim] for dim in dims)
+                yield Tensor(f"{stem}{name}", shape, cast("TensorKind", kind), layer, split)
+
+    tensors = list(built(variant["before"]))
+    for layer, kind in enumerate(kinds):
+        tensors += built(variant["layers"][kind], f"{family.stack}.{layer}.", layer)
+    tensors += built(variant["after"])
+    if "positions" not in widths and any(tensor.kind == "positions" for tensor in tensors):
+        raise reader.wrong(family.keys["positions"], "It should say how many positions there are.")
     return tuple(tensors)
-
-
-def _falcon_norms(reader: ConfigReader, flags: set[str]) -> set[str]:
-    """Return the flag of the norms before attention and MLP.
-
-    Falcon-7B has one norm for both, 40B one for each; older models run the two parts in sequence.
-    """
-    if "parallel_attn" not in flags:
-        return {"sequential"}
-    norms = reader.whole_or_none("num_ln_in_parallel_attn", most=2)
-    if norms is None:
-        norms = 2 if "new_decoder_architecture" in flags else 1
-    return {"two_norms" if norms == 2 else "one_norm"}
-
-
-def _falcon_kv_heads(widths: Mapping[str, int], flags: set[str]) -> int:
-    if "new_decoder_architecture" in flags:
-        return widths["kv_heads"]
-    return 1 if "multi_query" in flags else widths["heads"]
-
-
-def _opt_extras(widths: Mapping[str, int], flags: set[str]) -> set[str]:
-    extras: set[str] = set()
-    if widths["embedding"] != widths["hidden"]:
-        extras.add("projected")
-    affine = {"do_layer_norm_before", "layer_norm_elementwise_affine"} <= flags
-    if affine and "_remove_final_layer_norm" not in flags:
-        extras.add("last_norm")
-    return extras
 
 
 _TEXT_PARTS = {

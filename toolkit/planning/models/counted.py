@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -20,18 +21,24 @@ from typing import Any, cast
 from toolkit.environment import cache_root
 from toolkit.errors import UsageError
 from toolkit.files import write_text
-from toolkit.jobs.shape import ATTENTION, UNCOUNTED, Block, ModelShape, Tensor, TokenBytes
+from toolkit.jobs.kept import KeptForms
+from toolkit.jobs.shape import ATTENTION, UNCOUNTED, ModelShape, Tensor
 from toolkit.launching.python import package_folder, python_environment
 from toolkit.launching.supervised import supervised
 from toolkit.planning.models.reading import shown
 
 WORKER = "toolkit.measuring.meta_model"
-SOURCES = ("meta_model.py", "meta_model_layers.py", "meta_counting.py")
+SOURCES = (
+    "engines/described.py",
+    *(f"measuring/meta_{part}.py" for part in ("model", "model_layers", "counting", "forms")),
+)
 
 _ADVICE = "Plan with a parameter count such as 7b."
 
 SECONDS = 180.0
-"""Time for the child; usual models take 5 to 15 seconds on a laptop."""
+"""Time for the child; usual models take 10 to 40 seconds on a laptop."""
+
+_LOG = logging.getLogger(__name__)
 
 
 def counted_shape(config: Mapping[str, Any], *, name: str) -> ModelShape:
@@ -50,7 +57,7 @@ def counted_shape(config: Mapping[str, Any], *, name: str) -> ModelShape:
         with suppress(OSError):  # without a cache, it is counted again the next time
             file.parent.mkdir(parents=True, exist_ok=True)
             write_text(file, json.dumps(answer), durable=False)
-    return _shape(answer, name)
+    return shape_of(answer, name)
 
 
 def _digest(text: str, name: str) -> str:
@@ -65,7 +72,7 @@ def _digest(text: str, name: str) -> str:
         ) from error
     digest.update(ATTENTION.pattern.encode())
     for source in SOURCES:
-        digest.update((package_folder() / "measuring" / source).read_bytes())
+        digest.update((package_folder() / source).read_bytes())
     return digest.hexdigest()
 
 
@@ -78,6 +85,13 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _count(text: str, config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    _LOG.warning(
+        "%s: counting %s layers of the architecture %s on the meta device, which takes 10 to 40 "
+        "seconds. The answer is kept for the next time.",
+        name,
+        config.get("num_hidden_layers", "the"),
+        shown(config.get("model_type")),
+    )
     # Nothing is fetched, no GPU is touched, and no process is left behind.
     environment = python_environment() | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = supervised([sys.executable, "-m", WORKER])
@@ -130,7 +144,12 @@ def _not_built(config: Mapping[str, Any], name: str, why: str) -> UsageError:
     )
 
 
-def _shape(answer: Mapping[str, Any], name: str) -> ModelShape:
+def shape_of(answer: Mapping[str, Any], name: str) -> ModelShape:
+    """Return the shape that a count describes.
+
+    Raises:
+        UsageError: what autograd keeps of the model could not be counted.
+    """
     if reason := answer["assumed"].get(answer["architecture"]):  # a pass through all of it failed
         raise UsageError(
             f"{name}: the parameters of {answer['architecture']} can be counted, but not what "
@@ -138,25 +157,23 @@ def _shape(answer: Mapping[str, Any], name: str) -> ModelShape:
         )
     same_names = (
         "architecture layers hidden_size heads kv_heads head_dim intermediate_size vocab_size "
-        "max_positions tied experts active_experts norms_per_layer qk_norm dropout logit_softcap"
+        "max_positions tied experts active_experts norms_per_layer qk_norm dropout logit_softcap "
+        "gated rotary groups_heads"
     )
-    learned = any(kind == "positions" for _, _, kind, _ in answer["tensors"])
+    facts = {key: answer[key] for key in same_names.split()}
+    if widths := answer.get("widths"):  # the forms hold in all widths
+        facts |= {"dense_size": widths["ffn"], "expert_size": widths.get("expert", 0)}
     return ModelShape(
         name=name,
-        block=Block(
-            gate_up="apart" if answer["gated"] else "none", rotary="none" if learned else "whole"
-        ),
+        kept=KeptForms(features=answer["features"], forms=answer["forms"], rows=answer["rows"]),
+        kinds=tuple(answer["kinds"]),
         tensors=tuple(
-            Tensor(tensor, tuple(shape), kind, layer)
+            Tensor(tensor, tuple(shape), kind, layer, answer["splits"].get(tensor))
             for tensor, shape, kind, layer in answer["tensors"]
         ),
-        counted={
-            regime: {int(length): TokenBytes(**sizes) for length, sizes in rows.items()}
-            for regime, rows in answer["kept"].items()
-        },
         note=_note(answer),
         uncounted=bool(answer["assumed"]),
-        **{key: answer[key] for key in same_names.split()},
+        **facts,
     )
 
 

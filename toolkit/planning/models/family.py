@@ -1,199 +1,109 @@
-"""Description of a family of models: its parameters, widths and keys of the config."""
+"""Known families of models: what was counted of each, for every width and setting of its config.
+
+The files in `known/` are written by benchmarks/known_models.py. One is read when a config of its
+family is, and the rest stay closed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, Final
 
-from toolkit.jobs.shape import Block, TensorKind
+from toolkit.jobs.kept import KeptForms
 
-Default = int | float | bool | None
+_FOLDER: Final = Path(__file__).with_name("known")
+_ENDING: Final = ".json.gz"
 
-ALWAYS = "always"
-"""A flag that every model has."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPart:
-    """One parameter of a layer, or of the model outside the layers."""
-
-    name: str
-    """Name below the layer, or below the family's stem."""
-
-    dims: tuple[str, ...]
-    """Names of widths, which `architectures` computes."""
-
-    kind: TensorKind
-
-    when: str = ALWAYS
-    """Flag under which the model has the parameter: a config key, or a flag of the family."""
+_GZIP: Final = 31
+"""`wbits` of zlib for a file that gzip wrote; the module gzip takes longer to import than this."""
 
 
-ModelParts = tuple[ModelPart, ...]
-
-
-def linear(name: str, out: str, into: str, *, bias: str = "", when: str = ALWAYS) -> ModelParts:
-    """Return the parts of an `nn.Linear`, with a bias if `bias` names a flag."""
-    weight = ModelPart(f"{name}.weight", (out, into), "linear", when)
-    return (weight, ModelPart(f"{name}.bias", (out,), "bias", bias)) if bias else (weight,)
-
-
-def conv1d(name: str, out: str, into: str) -> ModelParts:
-    """Return the parts of GPT-2's `Conv1D`, a linear layer with a transposed weight."""
-    weight = ModelPart(f"{name}.weight", (into, out), "linear")
-    return (weight, ModelPart(f"{name}.bias", (out,), "bias"))
-
-
-def embedding(name: str, *, width: str = "hidden") -> ModelParts:
-    return (ModelPart(f"{name}.weight", ("vocab", width), "embedding"),)
-
-
-def norms(*names: str, width: str = "hidden", bias: bool = False, when: str = ALWAYS) -> ModelParts:
-    """Return the parts of normalisations: an RMSNorm has a weight, a LayerNorm also a bias."""
-    ends = ("weight", "bias") if bias else ("weight",)
-    return tuple(
-        ModelPart(f"{name}.{end}", (width,), "norm", when) for name in names for end in ends
-    )
-
-
-def attention(
-    stem: str = "self_attn",
-    *,
-    order: str = "qkv",
-    bias: str = "",
-    out: str = "o_proj",
-    out_bias: str | None = None,
-) -> ModelParts:
-    """Return separate projections of queries, keys and values, then the output projection.
-
-    `order` is the order in which the class registers them, and so that of `model.parameters()`.
-    """
-    return (
-        *(
-            part
-            for letter in order
-            for part in linear(
-                f"{stem}.{letter}_proj", "queries" if letter == "q" else "keys", "hidden", bias=bias
-            )
-        ),
-        *linear(f"{stem}.{out}", "hidden", "queries", bias=bias if out_bias is None else out_bias),
-    )
-
-
-def fused_attention(stem: str, *, bias: str) -> ModelParts:
-    """Return one fused projection of queries, keys and values, then the output projection."""
-    return (
-        *linear(f"{stem}.query_key_value", "queries_keys_values", "hidden", bias=bias),
-        *linear(f"{stem}.dense", "hidden", "hidden", bias=bias),
-    )
-
-
-def plain_mlp(into: str, back: str, *, bias: str) -> ModelParts:
-    """Return an MLP of two linear layers with these names."""
-    return *linear(into, "ffn", "hidden", bias=bias), *linear(back, "hidden", "ffn", bias=bias)
-
-
-def gated_mlp(
-    name: str = "mlp", width: str = "ffn", *, bias: str = "", when: str = ALWAYS
-) -> ModelParts:
-    """Return two projections whose results are multiplied, and one back: SwiGLU, GeGLU."""
-    return (
-        *linear(f"{name}.gate_proj", width, "hidden", bias=bias, when=when),
-        *linear(f"{name}.up_proj", width, "hidden", bias=bias, when=when),
-        *linear(f"{name}.down_proj", "hidden", width, bias=bias, when=when),
-    )
-
-
-def experts(name: str, *, when: str = ALWAYS) -> ModelParts:
-    """Return all experts of a layer, fused as in transformers 5."""
-    return (
-        ModelPart(f"{name}.gate_up_proj", ("experts", "two_expert_ffn", "hidden"), "experts", when),
-        ModelPart(f"{name}.down_proj", ("experts", "hidden", "expert_ffn"), "experts", when),
-    )
-
-
-def router(name: str, *, when: str = ALWAYS) -> ModelParts:
-    return (ModelPart(f"{name}.weight", ("experts", "hidden"), "router", when),)
-
-
-KEYS = MappingProxyType(
-    {
-        "hidden": "hidden_size",
-        "layers": "num_hidden_layers",
-        "heads": "num_attention_heads",
-        "kv_heads": "num_key_value_heads",
-        "head_dim": "head_dim",
-        "ffn": "intermediate_size",
-        "vocab": "vocab_size",
-        "positions": "max_position_embeddings",
-    }
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Family:
     """The models of one `model_type`."""
 
     architecture: str
     """The class that `AutoModelForCausalLM` builds."""
 
-    defaults: dict[str, Default]
-    """Defaults of transformers' config class for keys that config.json leaves out."""
+    stack: str
+    """Name of the list of decoder layers."""
 
-    layer: ModelParts
-    before: ModelParts = embedding("embed_tokens")
-    """Parameters outside the layers that are registered before them."""
+    grouped: bool
+    """Whether fused attention takes fewer heads of keys than of queries."""
 
-    after: ModelParts = norms("norm")
-    stem: str = "model"
-    stack: str = "layers"
-    """Name of the list of layers, below the stem."""
-
-    block: Block = Block()
-    keys: Mapping[str, str] = field(default_factory=lambda: KEYS)
+    keys: Mapping[str, str]
     """Key of the config for each width. A width without a key is derived."""
 
-    aliases: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Alternative names of a key."""
+    aliases: Mapping[str, str]
+    """Other names of a key."""
 
-    flags: tuple[str, ...] = ()
-    """Boolean keys of the config that decide which parts the model has."""
+    defaults: Mapping[str, Any]
+    """Defaults of transformers' config class for keys that config.json leaves out."""
 
-    head_bias: bool = False
-    dropout: tuple[str, ...] = ("attention_dropout",)
-    softcap: str = ""
+    dropout: Sequence[str]
+    softcap: str
     """Key of the soft cap of the final logits."""
 
-    position_offset: int = 0
-    """Additional rows of the table of positions, beyond one for each position."""
+    switches: Sequence[str]
+    """Settings that decide which parameters a model has."""
 
+    keeping: Sequence[str]
+    """Settings that decide what autograd keeps."""
 
-def defaults(
-    vocab: int,
-    hidden: int,
-    ffn: int | None,
-    layers: int,
-    heads: int,
-    positions: int | None,
-    *,
-    keys: Mapping[str, str] = KEYS,
-    kv_heads: int | None = None,
-    tied: bool = False,
-    **more: Default,
-) -> dict[str, Default]:
-    """Return the defaults of a config class; None where it has no default.
+    kinds: Sequence[str]
+    """The kinds of decoder layers."""
 
-    Most classes don't tie the head.
+    tensors: Sequence[tuple[str, Sequence[int], str, int | None]]
+    """Name, forms of the dimensions, kind and split of each parameter, of layers below the layer.
     """
-    widths = {
-        "vocab": vocab,
-        "hidden": hidden,
-        "ffn": ffn,
-        "layers": layers,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "positions": positions,
-    }
-    given = {keys[role]: width for role, width in widths.items() if width is not None}
-    return given | {"tie_word_embeddings": tied} | more
+
+    parameters: Mapping[str, Mapping[str, Any]]
+    """Numbers of the tensors before, in and after the layers, and more, by the switches."""
+
+    kept: Mapping[str, Mapping[str, Any]]
+    """Rows of `KeptForms`, by the settings and the attention."""
+
+    features: Sequence[str]
+    forms: Sequence[Sequence[float]]
+
+    def kept_forms(self, settings: str, *, grouped: bool) -> KeptForms:
+        """Return what autograd keeps; `grouped`: query heads share keys and values."""
+        alone = f"{settings}-alone"
+        eager = f"{settings}-eager" if grouped or alone not in self.kept else alone
+        rows = {**self.kept[f"{settings}-flash"], **self.kept[eager]}
+        return KeptForms(features=self.features, forms=self.forms, rows=rows)
+
+
+class _Families(Mapping[str, Family]):
+    """The families by `model_type`, each read when it is asked for."""
+
+    def __getitem__(self, model_type: str) -> Family:
+        if model_type not in _names():
+            raise KeyError(model_type)
+        return _read(model_type)
+
+    def __iter__(self):
+        return iter(_names())
+
+    def __len__(self) -> int:
+        return len(_names())
+
+
+FAMILIES: Final[Mapping[str, Family]] = _Families()
+
+
+@lru_cache(maxsize=1)
+def _names() -> tuple[str, ...]:
+    files = sorted(_FOLDER.glob(f"*{_ENDING}"))
+    return tuple(file.name.removesuffix(_ENDING) for file in files)
+
+
+@cache
+def _read(model_type: str) -> Family:
+    data = (_FOLDER / f"{model_type}{_ENDING}").read_bytes()
+    return Family(**json.loads(zlib.decompress(data, _GZIP)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -48,6 +48,8 @@ class ConfigReader:
 
     defaults: Mapping[str, object]
     aliases: Mapping[str, str]
+    dropout: Sequence[str] = ()
+    """Keys of probabilities of dropout."""
 
     def get(self, key: str) -> object:
         """Return the value of `key` or of its alias, or the default of transformers."""
@@ -92,7 +94,9 @@ class ConfigReader:
         return frozenset(cast("list[int]", layers))
 
     def wrong(self, key: str, expected: str) -> UsageError:
-        value = self.get(key)
+        value, other = self.get(key), self.aliases.get(key)
+        if other is not None and other in self.config and key not in self.config:
+            key = other
         if value is None and key not in self.config:
             return UsageError(f"{self.name}: config.json lacks {key!r}. {expected}")
         return UsageError(f"{self.name}: config.json says {key} = {shown(value)}. {expected}")

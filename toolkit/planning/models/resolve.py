@@ -48,7 +48,7 @@ def resolve_model(name: str | Path) -> ModelShape:
         raise UsageError(f"{shown(text)} names no model. Give a folder, a Hub name, or 7b.")
     local = _local_config(text)
     if local is not None:
-        return _shape_of(_read(local), text)
+        return shape_of_config(_read(local), text)
     if isinstance(name, Path) or text.startswith((".", "/", "~")) or "\\" in text:
         raise UsageError(
             f"There is no model at {text}: it should be a folder with a config.json, or that file."
@@ -58,7 +58,7 @@ def resolve_model(name: str | Path) -> ModelShape:
     if _HUB_NAME.fullmatch(text) and len(text) <= _LONGEST_NAME:
         cached = _cached_config(text)
         if cached is not None:
-            return _shape_of(_read(cached), text)
+            return shape_of_config(_read(cached), text)
         known = _by_name().get(text.lower())
         if known is not None:
             return _well_known_shape(known, text)
@@ -95,7 +95,7 @@ def _well_known_shape(place: int, name: str) -> ModelShape:
     return shape_from_config(well_known()[place].config, name=name)
 
 
-def _shape_of(config: Any, name: str) -> ModelShape:
+def shape_of_config(config: Any, name: str) -> ModelShape:
     """Return the shape of a config: at once by the table, else counted in a child process."""
     try:
         return shape_from_config(config, name=name)

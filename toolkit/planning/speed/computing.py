@@ -242,7 +242,7 @@ def _elementwise_forward(model: ModelShape) -> tuple[float, float]:
     eager = fused
     if not layer_norm:
         eager += (rates.EAGER_RMS_NORM - rates.FUSED_NORM) * model.norms_per_layer * hidden
-    if model.block.rotary != "none":
+    if model.rotary:
         fused += rates.FUSED_ROPE * rotated
         eager += rates.EAGER_ROPE * rotated
     if model.qk_norm:
