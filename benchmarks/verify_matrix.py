@@ -28,11 +28,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "releases.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
+DEEPSPEED = ("0.16.9", "0.17.6", "0.18.3", "0.18.9", "0.19.0", "0.19.4", "0.19.6")
 STACKS = [
     {},
-    *({"deepspeed": one} for one in ("0.16.9", "0.17.6", "0.18.3", "0.18.9", "0.19.0")),
+    *({"deepspeed": one} for one in DEEPSPEED),
     *({"accelerate": one} for one in ("1.10.1", "1.11.0", "1.12.0", "1.13.0", "1.14.0")),
-    *({"transformers": one} for one in ("5.0.0", "5.17.0")),
+    *({"transformers": one} for one in ("5.0.0", "5.17.0", "5.20.2", "5.23.0")),
 ]
 """What differs from this environment. Its own releases are the newest."""
 

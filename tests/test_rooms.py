@@ -43,7 +43,10 @@ def known_of_backends(source: str) -> list[str]:
 
 def test_engines_alone_know_the_backends():
     engines = PACKAGE / "engines"
+    # It runs under any release, with nothing of the toolkit beside it.
+    alone = PACKAGE / "verifying" / "stand_alone.py"
     modules = [path for path in PACKAGE.rglob("*.py") if not path.is_relative_to(engines)]
+    modules.remove(alone)
     assert len(modules) > 100
     found = {
         str(path.relative_to(PACKAGE)): lines

@@ -68,7 +68,7 @@ STOP, END_OF_LINE = 7, 8
 
 def row(*tokens, learned=0, **changes):
     return Row(
-        **{"rank": 0, "step": 1, "number": 0, "padding_trained": 0} | changes,
+        **{"rank": 0, "step": 1, "number": 0, "padding_before": 0, "padding_trained": 0} | changes,
         tokens=list(tokens),
         labels=[-100] * learned + list(tokens)[learned:],
         attended=[1] * len(tokens),

@@ -76,13 +76,14 @@ def settings_of_deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
     accumulation = value("gradient_accumulation_steps")
     stage = value("zero_optimization", "stage") or 0
     halves = {name: value(name, "enabled") for name in ("bf16", "fp16")}
-    is_known = all(config.get(name, {}).get("enabled") != "auto" for name in halves)
+    parts = [part for name in halves if isinstance(part := config.get(name), Mapping)]
+    is_known = all(part.get("enabled") != "auto" for part in parts)
     precision = next((name for name, on in halves.items() if on), "fp32" if is_known else None)
     return {
         "backend": "deepspeed",
         "stage": stage,
         "offloads": value("zero_optimization", "offload_optimizer", "device") in ("cpu", "nvme"),
-        "accumulates": None if accumulation is None else accumulation > 1,
+        "accumulates": accumulation > 1 if isinstance(accumulation, int) else None,
         "accumulates_in": value("data_types", "grad_accum_dtype") or "default",
         "overlaps": bool(value("zero_optimization", "overlap_comm")) or stage == 3,
         "precision": precision,
@@ -100,7 +101,7 @@ def settings_of(
         "offloads": strategy.offload_optimizer != "none",
         "accumulates": accumulation > 1,
         "accumulates_in": "default",
-        "overlaps": strategy.zero_stage == 3,
+        "overlaps": strategy.shards_parameters,
         "precision": "fp32" if precision == "no" else precision,
         "adapters": adapters,
         "reuses": False,
