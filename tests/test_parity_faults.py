@@ -53,9 +53,15 @@ def runs(tmp_path_factory, launch_environment) -> Path:
     model = write_model(folder / "model")
     controls = ("clean", "reversed/clean", "fast/clean", "fast+reversed/clean")
     start("single", folder, [model, folder / "control", *controls], launch_environment)
-    fast = [f"fast/{name}" for name in ("clean", *SEEN_EARLY)]
-    start("ddp", folder, [model, folder, "clean", *FAULTS, *fast], launch_environment)
+    start("ddp", folder, [model, folder, "clean", *FAULTS], launch_environment)
     return folder
+
+
+@pytest.fixture(scope="module")
+def fast(runs: Path, launch_environment) -> None:
+    """Add the run of each fault that acts early, at a high learning rate."""
+    names = [f"fast/{name}" for name in ("clean", *SEEN_EARLY)]
+    start("ddp", runs, [runs / "model", runs, *names], launch_environment)
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +132,8 @@ def test_a_fault_breaks_the_gates(judged, fault: str, gates: set[str]) -> None:
     assert {gate for gate, held in judgement.gates.items() if not held} >= gates, judgement
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("fast")
 def test_at_a_high_learning_rate_a_sound_run_is_judged_up_to_the_step_where_rounding_takes_over(
     judged,
 ) -> None:
@@ -138,6 +146,8 @@ def test_at_a_high_learning_rate_a_sound_run_is_judged_up_to_the_step_where_roun
     assert "rounding alone explains the gap" in judgement.not_measured["gates.weights"]
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("fault", SEEN_EARLY)
 def test_at_a_high_learning_rate_a_fault_is_still_no_rounding(judged, fault: str) -> None:
     judgement = judged(f"fast/{fault}", rounding=True)

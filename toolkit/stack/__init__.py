@@ -92,10 +92,17 @@ def settings_of_deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_of(
-    strategy: Strategy, *, accumulation: int, precision: str | None, adapters: bool
+    strategy: Strategy,
+    *,
+    accumulation: int,
+    precision: str | None,
+    adapters: bool,
+    engine: str = "trainer",
 ) -> dict[str, Any]:
     """Return what a training under a strategy of ours says of them."""
     return {
+        # Our loop scales its losses by itself: it meets no fault of plain ones.
+        "engine": "trainer" if engine == "trainer" else "toolkit",
         "backend": strategy.backend,
         "stage": strategy.zero_stage,
         "offloads": strategy.offload_optimizer != "none",

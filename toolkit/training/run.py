@@ -99,7 +99,8 @@ def train(job: Job, status: StatusFile) -> None:
         accumulation=job.args.gradient_accumulation_steps,
         precision=job.args.mixed_precision,
         adapters=job.request.method.arguments.method != "full",
-    ) | {"engine": own.run.engine}
+        engine=own.run.engine,
+    )
     for fault in stack.met(settings) if rank() == 0 else ():
         say(f"{stack.sentence(fault)} {stack.advice([fault])}")
     rehearsal = job.request.launch.rehearsal
