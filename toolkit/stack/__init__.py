@@ -76,8 +76,11 @@ def settings_of_deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
     accumulation = value("gradient_accumulation_steps")
     stage = value("zero_optimization", "stage") or 0
     halves = {name: value(name, "enabled") for name in ("bf16", "fp16")}
-    parts = [part for name in halves if isinstance(part := config.get(name), Mapping)]
-    is_known = all(part.get("enabled") != "auto" for part in parts)
+    is_known = not any(
+        cast("Any", part).get("enabled") == "auto"
+        for name in halves
+        if isinstance(part := config.get(name), Mapping)
+    )
     precision = next((name for name, on in halves.items() if on), "fp32" if is_known else None)
     return {
         "backend": "deepspeed",
