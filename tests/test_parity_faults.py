@@ -61,7 +61,7 @@ def runs(tmp_path_factory, launch_environment) -> Path:
 def fast(runs: Path, launch_environment) -> None:
     """Add the run of each fault that acts early, at a high learning rate."""
     names = [f"fast/{name}" for name in ("clean", *SEEN_EARLY)]
-    start("ddp", runs, [runs / "model", runs, *names], launch_environment)
+    start("ddp", runs / "fast", [runs / "model", runs, *names], launch_environment)
 
 
 @pytest.fixture(scope="module")
