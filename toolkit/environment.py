@@ -349,12 +349,24 @@ def stack_file() -> Path:
     return cache_root() / "verified" / f"{key[:12]}.json"
 
 
-def verified() -> str | None:
-    """Return what `toolkit verify` found for these releases here, in words; None: not run."""
+def verified() -> tuple[str, bool] | None:
+    """Return what `toolkit verify` found for these releases here; None: not run.
+
+    Returns:
+        The words of it, and whether each cell is right.
+    """
     try:
-        return str(json.loads(stack_file().read_text(encoding="utf-8"))["words"])
-    except (OSError, ValueError, LookupError, TypeError):
+        document = json.loads(stack_file().read_text(encoding="utf-8"))
+        answers = [cell["answer"] for cell in document["cells"].values()]
+        return str(document["words"]), {*answers} <= {"right"}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
+
+
+def verified_words() -> str | None:
+    """Return the words alone."""
+    found = verified()
+    return None if found is None else found[0]
 
 
 @cache
@@ -407,7 +419,7 @@ def snapshot() -> dict[str, Any]:
         "platform": platform.platform(),
         "compiler": has_compiler(),
         "versions": versions(),
-        "verified": verified(),
+        "verified": verified_words(),
         "commit": commit(),
     }
 

@@ -14,6 +14,9 @@ from typer.testing import CliRunner
 
 from toolkit import environment, stack
 from toolkit.cli import app
+from toolkit.doctor.software import check_packages
+from toolkit.planning.plan import plan
+from toolkit.planning.render.recommendations import silent_faults
 from toolkit.strategies import STRATEGIES
 from toolkit.verifying import verify
 from toolkit.verifying.verify import Found, all_cells, compared, faults_of, lines
@@ -180,8 +183,12 @@ def test_what_was_found_is_cited_until_a_release_moves(tmp_path, monkeypatch):
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     assert environment.snapshot()["verified"] is None
     environment.stack_file().parent.mkdir()
-    environment.stack_file().write_text(json.dumps({"words": "toolkit verify: 2 of 2"}))
-    assert environment.snapshot()["verified"] == "toolkit verify: 2 of 2"
+    for answer, level in (("wrong", "warn"), ("right", "ok")):
+        content = {"words": "toolkit verify: 2 of 2", "cells": {"ddp": {"answer": answer}}}
+        environment.stack_file().write_text(json.dumps(content))
+        assert environment.snapshot()["verified"] == "toolkit verify: 2 of 2"
+        levels = [one.level for one in check_packages() if one.name == "verified"]
+        assert levels == [level]
     monkeypatch.setattr(environment, "versions", lambda: {"torch": "9"})
     assert environment.verified() is None
 
@@ -195,9 +202,11 @@ def test_check_and_recommend_warn_of_a_fault_that_the_settings_meet(tmp_path, mo
     assert any("deepspeed 0.18.3: ZeRO-1 and ZeRO-2 with CPU offload" in o["text"] for o in found)
     assert {one["severity"] for one in found} == {"warning"}
 
-    done = CliRunner().invoke(app, ["recommend", "7b", "--gpu", "L4", "--gpus", "2"])
-    warned = [line for line in done.stdout.splitlines() if line.startswith("Before you train: ")]
-    assert all("deepspeed 0.18.3" in line for line in warned)
+    (row,) = plan("7b", strategies="zero2_offload", gpus=2, gpu="L4", accumulation=3).rows
+    warned = [*silent_faults(row.job)]
+    assert any(line.startswith("Before you train: deepspeed 0.18.3: ") for line in warned)
+    (row,) = plan("7b", strategies="ddp", gpus=2, gpu="L4", accumulation=3).rows
+    assert not [*silent_faults(row.job)]
     monkeypatch.setattr(environment, "versions", lambda: {"deepspeed": "0.19.8", "torch": "2.9"})
     done = CliRunner().invoke(app, ["check", str(file), "--json"])
     assert "silent-fault" not in done.stdout

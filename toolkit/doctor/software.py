@@ -121,8 +121,8 @@ def _faults() -> list[Finding]:
         text = "Whether these releases compute what one process computes was not tried here."
         findings.append(ok("verified", text, fix="toolkit verify"))
     else:
-        is_red = "; red: " in verified
-        findings.append((warn if is_red else ok)("verified", f"{verified}.", fix="toolkit verify"))
+        words, is_right = verified
+        findings.append((ok if is_right else warn)("verified", f"{words}.", fix="toolkit verify"))
     return findings if by_package else [ok("silent faults", NO_FAULT), *findings]
 
 
