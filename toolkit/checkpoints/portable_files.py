@@ -1,0 +1,135 @@
+"""The portable form of a checkpoint: files that any strategy and any number of ranks can read.
+
+`portable/weights/` and `portable/optimizer/` hold safetensors files of whole tensors, as torch's
+`HuggingFaceStorageReader` (torch.distributed.checkpoint) reads them: weights by the model's names,
+in the dtype that the optimizer steps on, and states by torch's names of a flattened optimizer
+state, `state.<parameter>.<state>`. `portable/state.json` has the rest. None of it can run code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self, TypedDict
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+PORTABLE: Final = "portable"
+"""Name of the form, of its folder in a checkpoint, and the value of `form` in the manifest."""
+
+WEIGHTS: Final = "weights"
+OPTIMIZER: Final = "optimizer"
+STATE_FILE: Final = "state.json"
+
+PART_BYTES: Final = 1 << 30
+"""Bytes of a file at which a writer begins the next: it holds them in memory until then."""
+
+
+class Group(TypedDict):
+    """A group of the optimizer."""
+
+    names: list[str]
+    """Its parameters, by the names of their weights."""
+
+    lr: float
+    initial_lr: float | None
+    """Of a schedule, before its first step; None without one."""
+
+
+class PortableState(TypedDict):
+    """What a portable checkpoint holds beside tensors."""
+
+    schema: int
+    step: int
+    """Finished optimizer steps."""
+
+    ranks: int
+    strategy: str
+    """The form that it was written from: a strategy of the toolkit, or another library's form."""
+
+    groups: list[Group]
+    scheduler: dict[str, Any]
+    """The plain numbers of a scheduler's state, such as `last_epoch`."""
+
+    loss_scale: dict[str, float] | None
+    """Of fp16: `scale` and `steps_since_change`; None elsewhere."""
+
+
+def state_key(name: str, state: str) -> str:
+    """Return the key of an optimizer's state of the parameter `name`, as torch flattens it."""
+    return f"state.{name}.{state}"
+
+
+def parameter_and_state(key: str) -> tuple[str, str]:
+    """Return the name of a parameter and that of its state, from the key of `state_key`."""
+    name, _, state = key.removeprefix("state.").rpartition(".")
+    return name, state
+
+
+class PartWriter:
+    """Writes tensors into safetensors files of about `PART_BYTES`, one file after the other.
+
+    Several processes may write into one folder, each with a `prefix` of its own.
+    """
+
+    def __init__(self, folder: Path, prefix: str = "part") -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._prefix = folder, prefix
+        self._held: dict[str, torch.Tensor] = {}
+        self._files = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a tensor, on any device, and copy it."""
+        self._held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        if sum(held.nbytes for held in self._held.values()) >= PART_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._files += 1
+        name = f"{self._prefix}-{self._files:05}.safetensors"
+        save_file(self._held, self._folder / name, metadata={"format": "pt"})
+        self._held = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._held and kind is None:
+            self._flush()
+
+
+class Parts(Mapping[str, torch.Tensor]):
+    """The tensors of a folder's safetensors files, read when they are used.
+
+    A tensor is a view of its file in memory that is mapped: only what is copied from it is read.
+
+    Raises:
+        ValueError: a name stands in two files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._places: dict[str, Any] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            opened: Any = safe_open(file, framework="pt")
+            names: list[str] = opened.keys()
+            for name in names:
+                if name in self._places:
+                    raise ValueError(f"{name} stands in two files of {folder}")
+                self._places[name] = opened
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._places[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
