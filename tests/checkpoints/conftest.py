@@ -3,8 +3,16 @@
 import pytest
 import torch
 from killing import Run
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TrainingArguments,
+)
 
+from toolkit import ToolkitTrainer
 from toolkit.data.tokens import load_tokenizer
 from toolkit.training.model import build_model
 
@@ -76,5 +84,44 @@ def run_of(tmp_path, launch_environment):
 
     def make(strategy, engine, *flags, name="run"):
         return Run(strategy, engine, tmp_path / name, launch_environment, flags)
+
+    return make
+
+
+@pytest.fixture
+def trainer_in(tmp_path):
+    """Make a `ToolkitTrainer` of a script, in a folder of its own."""
+    torch.manual_seed(5)
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (10, 12))]
+
+    def make(folder, lora=False, dropout=0.3, guards="stop", form="native", **changed):
+        config = LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            attention_dropout=dropout,
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            model = LlamaForCausalLM(config)
+            if lora:
+                adapters = LoraConfig(r=4, lora_dropout=0.3, target_modules="all-linear")
+                model = get_peft_model(model, adapters)
+        flags = {
+            "per_device_train_batch_size": 2,
+            "max_steps": 6,
+            "save_steps": 2,
+            "logging_steps": 1,
+            "learning_rate": 1e-3,
+            "report_to": "none",
+            "use_cpu": True,
+            "dataloader_pin_memory": False,
+            "disable_tqdm": True,
+        }
+        args = TrainingArguments(output_dir=str(tmp_path / folder), **flags | changed)
+        sets = {"train_dataset": rows, "eval_dataset": rows}
+        return ToolkitTrainer(model=model, args=args, guards=guards, checkpoint_form=form, **sets)
 
     return make

@@ -5,16 +5,14 @@ import json
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
-from toolkit import ToolkitTrainer
 from toolkit.checkpoints.atomic_folder import check
 from toolkit.checkpoints.folders import checkpoints_in
 from toolkit.errors import GuardError, UsageError
 
-STEPS = 6
+STEPS = 6  # of the trainers that `trainer_in` makes
 
 
 class Stop(Exception):
@@ -28,45 +26,6 @@ class DieAfter(TrainerCallback):
     def on_step_begin(self, args, state, control, **_):
         if state.global_step == self.step:
             raise Stop
-
-
-@pytest.fixture
-def trainer_in(tmp_path):
-    torch.manual_seed(5)
-    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (10, 12))]
-
-    def make(folder, lora=False, guards="stop", **changed):
-        config = LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            attention_dropout=0.3,
-        )
-        with torch.random.fork_rng():
-            torch.manual_seed(1)
-            model = LlamaForCausalLM(config)
-            if lora:
-                adapters = LoraConfig(r=4, lora_dropout=0.3, target_modules="all-linear")
-                model = get_peft_model(model, adapters)
-        flags = {
-            "per_device_train_batch_size": 2,
-            "max_steps": STEPS,
-            "save_steps": 2,
-            "logging_steps": 1,
-            "learning_rate": 1e-3,
-            "report_to": "none",
-            "use_cpu": True,
-            "dataloader_pin_memory": False,
-            "disable_tqdm": True,
-        }
-        args = TrainingArguments(output_dir=str(tmp_path / folder), **flags | changed)
-        return ToolkitTrainer(
-            model=model, args=args, train_dataset=rows, eval_dataset=rows, guards=guards
-        )
-
-    return make
 
 
 def weights(trainer):

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
+from toolkit.checkpoints.portable import write_portable
 from toolkit.checkpoints.saver import read_random_state, read_states, write_own
 
 
@@ -79,7 +80,8 @@ def test_every_generator_goes_on_where_it_was(tmp_path):
     assert [(draws(), random.gauss(0, 1)) for _ in range(3)] == expected
 
 
-def test_the_scale_of_fp16_and_the_steps_since_it_last_changed_come_back(tmp_path):
+@pytest.mark.parametrize("portable", [False, True])
+def test_the_scale_of_fp16_and_the_steps_since_it_last_changed_come_back(tmp_path, portable):
     training = prepared(scale=64.0)
     step(training, overflows=True)
     step(training)
@@ -87,7 +89,9 @@ def test_the_scale_of_fp16_and_the_steps_since_it_last_changed_come_back(tmp_pat
     scaler = training.accelerator.scaler
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == (32.0, 2)
     assert training.scheduler.get_last_lr()[0] > 0.5 / 3
-    write_own(tmp_path, training)
+    write_own(tmp_path, training, portable=portable)
+    if portable:
+        assert write_portable(tmp_path, training, step=3, strategy="single") is None
     later = prepared(scale=1024.0)
     read_states(tmp_path, later, step=3)
     scaler = later.accelerator.scaler
@@ -95,6 +99,11 @@ def test_the_scale_of_fp16_and_the_steps_since_it_last_changed_come_back(tmp_pat
     assert later.scheduler.get_last_lr() == training.scheduler.get_last_lr()
     rates = [group["lr"] for group in later.optimizer.param_groups]
     assert rates == [group["lr"] for group in training.optimizer.param_groups]
+    for ours, theirs in zip(later.model.parameters(), training.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        of_ours, of_theirs = later.optimizer.state[ours], training.optimizer.state[theirs]
+        assert of_ours.keys() == of_theirs.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(of_ours[name], of_theirs[name]) for name in of_ours)
     step(later)
     # The third step without an overflow doubles the scale.
     assert later.accelerator.scaler.get_scale() == 64.0

@@ -85,9 +85,12 @@ class PartWriter:
         """Take a tensor, on any device, and copy it."""
         self._held[name] = tensor.detach().to("cpu", copy=True).contiguous()
         if sum(held.nbytes for held in self._held.values()) >= PART_BYTES:
-            self._flush()
+            self.flush()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write what is held."""
+        if not self._held:
+            return
         self._files += 1
         name = f"{self._prefix}-{self._files:05}.safetensors"
         save_file(self._held, self._folder / name, metadata={"format": "pt"})
@@ -102,8 +105,8 @@ class PartWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._held and kind is None:
-            self._flush()
+        if kind is None:
+            self.flush()
 
 
 class Parts(Mapping[str, torch.Tensor]):

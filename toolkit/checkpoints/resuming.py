@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from toolkit.checkpoints.folders import KIND, checkpoints_in, shares, tidy
+from toolkit.checkpoints.portable_files import PORTABLE
 from toolkit.checkpoints.resume_request import ResumeRequest
 from toolkit.engines.wrapped import world_rank
 from toolkit.errors import UsageError
@@ -21,7 +23,16 @@ RANKS: Final = "num_processes"
 DATA_PARALLEL_SIZE: Final = "data_parallel_size"
 """Facts on the number of ranks, and on the number of those that read rows of their own."""
 
+GLOBAL_BATCH: Final = "global_batch"
+
+OF_A_LAUNCH: Final = (
+    *("strategy", "backend", "zero_stage", RANKS, DATA_PARALLEL_SIZE),
+    *("per_device_train_batch_size", "gradient_accumulation_steps"),
+)
+"""Facts that may change where a portable checkpoint goes on, if a step has the same rows."""
+
 WORDS: Final = {
+    GLOBAL_BATCH: "number of rows of an optimizer step",
     RANKS: "world size",
     DATA_PARALLEL_SIZE: "number of ranks that read rows of their own",
     "per_device_train_batch_size": "--per_device_train_batch_size",
@@ -47,6 +58,9 @@ class Resumed:
     ranks: int
     """Ranks that wrote it."""
 
+    moved: str | None = None
+    """Sentence on what this launch cannot repeat, where it is not the one that wrote it."""
+
     damaged: tuple[str, ...] = ()
     """Sentences about newer checkpoints that were passed over."""
 
@@ -62,7 +76,8 @@ def find_checkpoint(
 
     If the named one is damaged, it is the newest whole one before it. Loading begins after every
     rank has found it whole and of this same training, whose facts are `now`.
-    With `any_ranks`, another number of ranks may have written it, if as many read rows.
+    With `any_ranks`, another number of ranks may have written it, if as many read rows. A portable
+    one may come from any launch with as many rows in a step.
 
     Raises:
         UsageError: on every rank, when it is of another training, or none is whole.
@@ -86,6 +101,7 @@ def find_checkpoint(
                 folder=folder,
                 step=manifest["step"],
                 ranks=_ranks_of(manifest),
+                moved=_moved(manifest, now),
                 damaged=tuple(passed_over),
             )
         passed_over += damage
@@ -149,6 +165,21 @@ def _ranks_of(manifest: Mapping[str, Any]) -> int:
     return sum(re.fullmatch(r"rank-\d+\.pt", name) is not None for name in manifest["files"])
 
 
+def _moved(manifest: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    wrote, here = ((_ranks_of(manifest), manifest["facts"]), (now.get(RANKS), now))
+    words: list[str] = []
+    for ranks, facts in (wrote, here):
+        stage = facts.get("zero_stage")
+        name = facts.get("strategy", facts.get("backend", "another library"))
+        words.append(f"{ranks} ranks under {name}{f' stage {stage}' if stage else ''}")
+    if words[0] == words[1]:
+        return None
+    return (
+        f"{words[0]} wrote that checkpoint, and {words[1]} go on from it with the same rows in "
+        "each step; their sums are rounded otherwise, and dropout falls on other tokens"
+    )
+
+
 def _facts_of(manifest: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's facts; older ones have the ranks that read rows as the world size."""
     facts = manifest["facts"]
@@ -191,12 +222,34 @@ def require_same(
     Raises:
         UsageError: on every rank, with every difference that any of them sees.
     """
+    portable = manifest.get("form") == PORTABLE
+    if portable and not manifest["facts"]:  # made of another library's files, which tell none
+        return
     saved = _facts_of(manifest, now)
-    ranks = gather_objects(differences(saved, now, any_ranks=any_ranks))
-    distinct = list(dict.fromkeys(sentence for of_rank in ranks for sentence in of_rank))
-    if distinct:
+    moved = _without_launch(saved), _without_launch(now)
+    found = differences(*(moved if portable else (saved, now)), any_ranks=any_ranks)
+    # Whether its portable form would do; the same question on every rank.
+    known = moved[0][GLOBAL_BATCH] is not None
+    movable = known and not portable and not differences(*moved)
+    ranks = gather_objects((found, movable))
+    distinct = list(dict.fromkeys(sentence for of_rank, _ in ranks for sentence in of_rank))
+    if not distinct:
+        return
+    if all(movable for _, movable in ranks):
         raise UsageError(
-            f"{folder} is of another training: {'; '.join(distinct)}. Resume with what it was "
-            "saved with, or start a new training from a model (--model_name_or_path, another "
-            "--output_dir)."
+            f"{folder} can't go on in this launch as it is: {'; '.join(distinct)}. Make a portable "
+            f"checkpoint of it (toolkit checkpoint convert {folder} --output {folder.parent}-moved)"
+            " and resume from that one, or launch as it was launched."
         )
+    raise UsageError(
+        f"{folder} is of another training: {'; '.join(distinct)}. Resume with what it was saved "
+        "with, or start a new training from a model (--model_name_or_path, another --output_dir)."
+    )
+
+
+def _without_launch(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts with the rows of a step in place of what a launch divides them into."""
+    readers = facts.get(DATA_PARALLEL_SIZE, facts.get(RANKS))
+    parts: list[Any] = [readers, *(facts.get(name) for name in OF_A_LAUNCH[-2:])]
+    rows = math.prod(parts) if all(isinstance(part, int) for part in parts) else None
+    return {k: v for k, v in facts.items() if k not in OF_A_LAUNCH} | {GLOBAL_BATCH: rows}

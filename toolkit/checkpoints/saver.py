@@ -2,8 +2,9 @@
 
 A checkpoint holds model, optimizer, schedule, fp16 scale, random numbers of each rank. The backend
 writes model and optimizer (`engines`): whole by rank 0 under DDP and in a single process, as shards
-under FSDP2. DeepSpeed writes its own files. A manifest proves that files are unchanged, not who
-wrote them, so none is read with an unpickler that runs code in it.
+under FSDP2. DeepSpeed writes its own files. A portable checkpoint has the same files under all of
+them. A manifest proves that files are unchanged, not who wrote them, so none is read with an
+unpickler that runs code in it.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypedDict
+from typing import Any, Final, Literal, TypedDict
 
 import numpy as np
 import torch
 
 from toolkit.checkpoints.atomic_folder import atomic_folder, room_missing, save_failure
 from toolkit.checkpoints.folders import KIND, checkpoint_folder, rotate, shares
+from toolkit.checkpoints.portable import is_portable, read_portable, read_weights, write_portable
+from toolkit.checkpoints.portable_files import PORTABLE, WEIGHTS, Parts
 from toolkit.checkpoints.preemption import Preempted, Preemption
 from toolkit.engines.backend import backend_of
 from toolkit.engines.wrapped import Wrapped
@@ -35,18 +38,21 @@ from toolkit.measuring.recorder import Recorder
 from toolkit.records.json_files import SCHEMA, read_as, write_json
 from toolkit.records.manifests import FORMAT, entry, file_names
 
+Form = Literal["native", "portable"]
 
-def write_own(draft: Path, wrapped: Wrapped) -> None:
-    """Write this rank's own files."""
+
+def write_own(draft: Path, wrapped: Wrapped, *, portable: bool = False) -> None:
+    """Write this rank's own files; of a portable checkpoint, they matter for random numbers."""
     accelerator, backend = wrapped.accelerator, backend_of(wrapped.model)
-    backend.write_alone(draft, wrapped)
+    if not portable:
+        backend.write_alone(draft, wrapped)
     scaler = accelerator.scaler  # of fp16
     states = {
         "random": _random_state(),
         "scheduler": wrapped.scheduler.state_dict(),
         "learning_rates": [float(group["lr"]) for group in wrapped.optimizer.param_groups],
         "scaler": None if scaler is None else scaler.state_dict(),
-        "swapped": backend.extra_state(),
+        "swapped": None if portable else backend.extra_state(),
     }
     torch.save(states, draft / f"rank-{accelerator.process_index}.pt")
 
@@ -54,6 +60,10 @@ def write_own(draft: Path, wrapped: Wrapped) -> None:
 def read_states(folder: Path, wrapped: Wrapped, *, step: int) -> None:
     """Read everything but the random numbers; every rank calls it, before the first step."""
     backend = backend_of(wrapped.model)
+    if is_portable(folder):
+        read_portable(folder, wrapped)
+        backend.load_extra_state(None)
+        return
     # Before the optimizer's groups below: reading its states also sets their learning rates.
     backend.read(folder, wrapped, step=step)
     states = _read_own(folder, wrapped.accelerator)
@@ -63,6 +73,14 @@ def read_states(folder: Path, wrapped: Wrapped, *, step: int) -> None:
         group["lr"] = rate
     if states["scaler"] is not None:
         wrapped.accelerator.scaler.load_state_dict(states["scaler"])
+
+
+def read_model(folder: Path, wrapped: Wrapped, *, step: int) -> None:
+    """Read the model alone when training is over; every rank calls it."""
+    if is_portable(folder):
+        read_weights(Parts(folder / PORTABLE / WEIGHTS), folder, wrapped)
+    else:
+        backend_of(wrapped.model).read_model(folder, wrapped, step=step)
 
 
 def read_random_state(folder: Path, accelerator: Any) -> None:
@@ -110,6 +128,9 @@ class CheckpointSaver:
 
     every: int | None = None
     """Steps between two checkpoints; None: save only when asked to stop."""
+
+    form: Form = "native"
+    """`native`: the backend's own files, for the same strategy. `portable`: for any."""
 
     last_step: int = 0
     """Last step of the training. A run that is asked to stop there ends as it would have anyway,
@@ -175,7 +196,9 @@ class CheckpointSaver:
                 writers.append(partial(_write_losses, losses))
             require_finite(wrapped.model, folder)
             begun = time.monotonic()
-            _save_together(folder, wrapped, step=step, facts=self.facts, writers=writers)
+            _save_together(
+                folder, wrapped, step=step, facts=self.facts, writers=writers, form=self.form
+            )
             if wrapped.accelerator.is_main_process:
                 say(f"saved {folder} in {time.monotonic() - begun:.1f} s")
                 rotate(folder.parent, folder, limit=self.limit, keep=keep)
@@ -231,6 +254,7 @@ def _save_together(
     step: int,
     facts: dict[str, Any],
     writers: Collection[Callable[[Path], None]],
+    form: Form,
 ) -> None:
     """Write one draft by all ranks, and put it in place as a whole; a collective.
 
@@ -244,11 +268,13 @@ def _save_together(
     """
     accelerator, backend = wrapped.accelerator, backend_of(wrapped.model)
     entries: dict[str, dict[str, Any]] = {}
+    portable = form == PORTABLE
 
     def open_draft() -> str | None:
         if not accelerator.is_main_process:
             return None
         described = {"kind": KIND, "format": FORMAT, "step": step, "facts": facts}
+        described |= {"form": form} if portable else {}
         commit = atomic_folder(folder, listed=entries, shared=False, **described)
         return str(undo.enter_context(commit))
 
@@ -259,7 +285,7 @@ def _save_together(
             )
 
     def write_parts() -> None:
-        write_own(draft, wrapped)
+        write_own(draft, wrapped, portable=portable)
         for write in writers if accelerator.is_main_process else ():
             write(draft)
 
@@ -275,22 +301,38 @@ def _save_together(
     with ExitStack() as undo:
         draft = Path(_on_every_rank(folder, open_draft)[0])
         _on_every_rank(folder, see_draft)
-        try:
-            backend.write_together(draft, wrapped, step=step)
-        except UsageError:
-            raise
-        except Exception as error:  # other ranks may be stuck in theirs, and could not be told
-            # Rank 0 may have removed the draft while this rank wrote into it.
-            shutil.rmtree(draft, ignore_errors=True)
-            who = f"rank {accelerator.process_index}"
-            raise SaveError(
-                f"{folder} was not saved. {who}: {save_failure(error, folder)}"
-            ) from error
+        if portable:
+            strategy = str(facts.get("strategy", facts.get("backend")))
+            write = partial(write_portable, draft, wrapped, step=step, strategy=strategy)
+        else:
+            write = partial(backend.write_together, draft, wrapped, step=step)
+        _write_together(draft, folder, write, accelerator.process_index)
         _on_every_rank(folder, write_parts)
         for of_rank in _on_every_rank(folder, entries_of_share):
             entries |= of_rank
         commit = undo.pop_all()
     _on_every_rank(folder, commit.close)
+
+
+def _write_together(
+    draft: Path, folder: Path, write: Callable[[], Exception | None], rank: int
+) -> None:
+    try:
+        failed = write()
+    except UsageError:
+        raise
+    except Exception as error:  # other ranks may be stuck in theirs, and could not be told
+        # Rank 0 may have removed the draft while this rank wrote into it.
+        shutil.rmtree(draft, ignore_errors=True)
+        raise SaveError(
+            f"{folder} was not saved. rank {rank}: {save_failure(error, folder)}"
+        ) from error
+
+    def tell() -> None:
+        if failed is not None:
+            raise failed
+
+    _on_every_rank(folder, tell)
 
 
 def _on_every_rank(folder: Path, act: Callable[[], Any]) -> list[Any]:

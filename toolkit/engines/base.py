@@ -28,6 +28,8 @@ from toolkit.engines.tensors import (
     is_spread,
     local,
     named_parameters,
+    part_of,
+    plain_name,
     scales_held,
     shape_of,
     shard_of,
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 
 Parameter = Any
 """A `torch.nn.Parameter`. DeepSpeed gives it attributes of its own, which no type declares."""
+
+StatesOf = Callable[[str], dict[str, torch.Tensor]]
 
 Within = Callable[[Literal["backward", "step"]], AbstractContextManager[None]]
 """Enters the count of one pass's collectives."""
@@ -386,6 +390,45 @@ class Backend(ABC):
     def prefetch(self, *, ahead: int) -> int:
         """Have each layer gather the next `ahead` layers; return the number that do."""
         return 0  # also under ZeRO-3, which prefetches by its trace
+
+    # The optimizer's states, whole
+
+    def full_states(self, parameter: Parameter, optimizer: Any) -> dict[str, torch.Tensor]:
+        """Return the optimizer's states of a trained parameter; a collective, between two steps.
+
+        Returns:
+            Each in the whole parameter's shape, or a scalar, such as Adam's count of steps.
+        """
+        state: dict[str, Any] = optimizer_of(optimizer).state.get(parameter, {})
+        return {name: gathered(torch.as_tensor(value)) for name, value in state.items()}
+
+    def set_full_states(self, optimizer: Any, states_of: StatesOf) -> None:
+        """Give the optimizer the states of all its parameters, before its first step.
+
+        Args:
+            optimizer: As it was prepared.
+            states_of: Returns what `full_states` returned, by the parameter's name.
+        """
+        inner = optimizer_of(optimizer)
+        names = {id(parameter): name for name, parameter in self.full_parameters()}
+        stepped = [p for group in inner.param_groups for p in group["params"]]
+        states = {
+            number: {key: part_of(state, parameter) for key, state in of_parameter.items()}
+            for number, parameter in enumerate(stepped)
+            if (of_parameter := states_of(names[id(parameter)]))
+        }
+        inner.load_state_dict(inner.state_dict() | {"state": states})
+
+    def persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the buffers that a checkpoint keeps; every rank holds them whole."""
+        kept = self._model.state_dict().keys()
+        for name, buffer in self._model.named_buffers():
+            if name in kept:
+                yield plain_name(name).removeprefix("module."), buffer
+
+    def loss_scaler(self) -> Any:
+        """Return the engine's own scaler of fp16's loss; None where Accelerate has it."""
+        return None
 
     # Checkpoints
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from toolkit.engines.base import Backend, BackendSpec, Within
+from toolkit.engines.base import Backend, BackendSpec, StatesOf, Within
 from toolkit.engines.deepspeed_gaps import count_again, restore_swapped, swapped_state
 from toolkit.engines.fsdp_shards import GETATTR, member_of
 from toolkit.engines.hooks import Undo, replace_method, wrap_method
@@ -289,6 +289,88 @@ class DeepSpeed(Backend):
                 f"{tuple(numbers.shape)}, and would step on its own."
             )
 
+    # The optimizer's states, whole: it steps on flat partitions of whole groups
+
+    @functools.cached_property
+    def _flat_groups(self) -> list[tuple[torch.Tensor, list[Any]]]:
+        """The partition of this rank of each group that is stepped, and the group's parameters."""
+        names = ("bit16_groups", "bf16_groups", "fp16_groups")
+        groups = next(filter(None, (getattr(self._zero, name, None) for name in names)))
+        return list(zip(self.masters_held(), groups, strict=True))
+
+    def full_states(self, parameter: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        flat = next(f for f, group in self._flat_groups if any(p is parameter for p in group))
+        states: dict[str, Any] = {}
+        for name, state in optimizer_of(optimizer).state[flat].items():
+            if not torch.is_tensor(state) or not state.dim():
+                states[name] = torch.as_tensor(state)
+            elif is_partitioned(parameter):
+                states[name] = safe_get_full_optimizer_state(parameter, name)
+            else:
+                states[name] = self._joined(parameter, state)
+        return states
+
+    def _joined(self, parameter: Any, flat: torch.Tensor) -> torch.Tensor:
+        """Return what the ranks' flat partitions hold of a parameter, whole; a collective.
+
+        deepspeed 0.19's own function knows the states of the first group alone: it looks for those
+        of all groups when one has stepped (stage_1_and_2.py, `_optimizer_step`).
+        """
+        whole = torch.zeros(parameter.numel(), dtype=flat.dtype, device=parameter.device)
+        if (place := self._place_in_flat(parameter)) is not None:
+            begin, first, length = place
+            whole[first : first + length].copy_(flat[begin : begin + length])
+        torch.distributed.all_reduce(whole, group=parameter._dp_group)
+        return whole.view(parameter.shape)
+
+    @torch.no_grad()
+    def set_full_states(self, optimizer: Any, states_of: StatesOf) -> None:
+        # Before the first step there is nothing that DeepSpeed's own functions could set.
+        zero, inner = self._zero, optimizer_of(optimizer)
+        names = {id(parameter): name for name, parameter in named_parameters(self._model)}
+        for number, (flat, parameters) in enumerate(self._flat_groups):
+            is_swapped = getattr(zero, "swap_optimizer", False) and (
+                zero._swappable_optimizer_subgroup(number)
+            )
+            if is_swapped:
+                zero._optimizer_states_and_gradient_swap_in(number)
+            state: dict[str, Any] = {}
+            for parameter in parameters:
+                place = self._place_in_flat(parameter)
+                for name, numbers in states_of(names[id(parameter)]).items():
+                    if not numbers.dim():
+                        state[name] = _count(inner, numbers, flat)
+                        continue
+                    whole = state.setdefault(name, torch.zeros_like(flat, dtype=numbers.dtype))
+                    if place is not None:
+                        begin, first, length = place
+                        part = numbers.flatten()[first : first + length]
+                        whole[begin : begin + length].copy_(part)
+            if state:
+                inner.state[flat] = state
+            if is_swapped:
+                zero._optimizer_states_and_gradient_swap_out(number)
+
+    def _place_in_flat(self, parameter: Any) -> tuple[int, int, int] | None:
+        """Return where this rank's part of a parameter begins in its group's flat partition.
+
+        With it, the part's first element in the parameter, and its length; None without a part.
+        """
+        if is_partitioned(parameter):
+            _, begin, length = self._zero.grad_position[self._zero.get_param_id(parameter)]
+            first = length * torch.distributed.get_rank(parameter.ds_process_group)
+            return begin, first, max(0, min(length, parameter.ds_numel - first))
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return None
+        address = mapping.lp_fragment_address
+        return mapping.hp_fragment_address.start, address.start, address.numel
+
+    def loss_scaler(self) -> Any:
+        return getattr(self._zero, "loss_scaler", None)
+
     # Steps
 
     def watch_step(
@@ -421,6 +503,14 @@ def reads_without_code(checkpoint_engine: Any) -> Generator[None]:
 def engine_tag(step: int) -> str:
     """Return the folder of DeepSpeed's files, by the name that its own tools look for."""
     return f"global_step{step}"
+
+
+def _count(optimizer: Any, number: torch.Tensor, flat: torch.Tensor) -> torch.Tensor | int:
+    """Return a count of steps as an optimizer keeps it: torch's a tensor, DeepSpeed's a number."""
+    if not type(optimizer).__module__.startswith("torch."):
+        return int(number)
+    on_device = any(optimizer.defaults.get(name) for name in ("fused", "capturable"))
+    return number.to(flat.device if on_device else "cpu", torch.float32, copy=True)
 
 
 def _device(on_nvme: object, on_cpu: object) -> str:

@@ -284,6 +284,23 @@ class Pipelined(Backend):
         if not parameter.is_meta:
             put_part(parameter, numbers)
 
+    # The optimizer's states, whole
+
+    def full_states(self, parameter: Parameter, optimizer: Any) -> dict[str, torch.Tensor]:
+        here = {} if parameter.is_meta else super().full_states(parameter, optimizer)
+        holder, *_ = self._cut.holders[self._whole_names[id(parameter)]]
+        described = [{name: (state.shape, state.dtype) for name, state in here.items()}]
+        dist.broadcast_object_list(described, group_src=holder, group=self._pipeline.group)
+        states: dict[str, torch.Tensor] = {}
+        for name, (shape, dtype) in described[0].items():
+            sent = here.get(name, torch.empty(shape, dtype=dtype)).to(self._pipeline.device)
+            states[name] = sent.contiguous().clone()
+            dist.broadcast(states[name], group_src=holder, group=self._pipeline.group)
+        return states
+
+    def persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ()  # a stage numbers its layers anew, and no model has been seen with any
+
     # Steps
 
     def run_together(

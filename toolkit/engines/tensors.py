@@ -72,6 +72,15 @@ def put_part(tensor: Any, numbers: torch.Tensor) -> None:
     local(tensor).copy_(spread.to_local())
 
 
+def part_of(numbers: torch.Tensor, tensor: Any) -> torch.Tensor:
+    """Return a copy of this rank's part of whole numbers, spread as a tensor of their shape is."""
+    if not isinstance(tensor, DTensor) or numbers.shape != tensor.shape:
+        return numbers.clone()
+    part = torch.empty_like(tensor.detach(), dtype=numbers.dtype)
+    put_part(part, numbers)
+    return part
+
+
 def like_part(part: Any, tensor: Any) -> Any:
     """Return this rank's part of a tensor that is spread as another, where it has its shape."""
     spread = isinstance(tensor, DTensor) and isinstance(part, torch.Tensor)

@@ -205,6 +205,11 @@ class RunArguments:
     evidence_weights: str | None = flag(
         None, "--evidence folder of another run, whose weights the step that is kept begins with."
     )
+    checkpoint_form: Literal["native", "portable"] = flag(
+        "native",
+        "native: checkpoints that the same strategy and number of ranks goes on from bit for bit; "
+        "portable: that any other goes on from too.",
+    )
     hang_timeout: float = flag(
         DEFAULT_SECONDS,
         "Seconds without progress of any rank after which the run is ended, and the rank that "

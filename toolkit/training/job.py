@@ -256,11 +256,8 @@ def _resumed(job: Job) -> Job:
         for damage in resumed.damaged:
             say(f"damaged: {damage}")
         say(f"resuming from {resumed.folder}, step {resumed.step}")
-        if resumed.ranks != ranks:
-            say(
-                f"{resumed.ranks} ranks wrote that checkpoint, and {ranks} go on from it with the "
-                "same rows in each step; their sums are rounded otherwise"
-            )
+        if resumed.moved is not None:
+            say(resumed.moved)
     return replace(job, resumed=resumed)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from toolkit.backends import backend_of
 from toolkit.checkpoints.resume_request import ResumeRequest, requested_checkpoint
 from toolkit.configs.accelerate import check_num_processes
-from toolkit.configs.optimizers import missing_package, optimizer_problem
+from toolkit.configs.optimizers import NOT_BY_ELEMENT, missing_package, optimizer_problem
 from toolkit.configs.requested import (
     asks_for_deepspeed,
     requested_processes,
@@ -189,7 +189,8 @@ def check_request(own: OwnArguments, launch: Launch) -> Request:
     }
     common = next(iter(values.values()))
     _refuse_ignored_flags(common, own)
-    _refuse_under(launch, lambda strategy: _check_optimizer(values[strategy.name], strategy))
+    form = own.run.checkpoint_form
+    _refuse_under(launch, lambda strategy: _check_optimizer(values[strategy.name], strategy, form))
     trackers = requested_trackers(common["report_to"], engine=own.run.engine)
     resume = None
     if launch.environ is not None:  # in a rank; a comparison chooses the engine by strategy
@@ -421,10 +422,15 @@ def _check_server(
         )
 
 
-def _check_optimizer(values: Mapping[str, Any], strategy: Strategy) -> None:
+def _check_optimizer(values: Mapping[str, Any], strategy: Strategy, form: str) -> None:
     name = plain_value(values["optim"])
     if problem := optimizer_problem(name, strategy) or missing_package(name):
         raise UsageError(problem)
+    if form == "portable" and name in NOT_BY_ELEMENT:
+        raise UsageError(
+            f"--checkpoint_form portable does not go with --optim {name}, whose states depend on "
+            "how the weights are cut. Use --optim adamw_torch, or --checkpoint_form native."
+        )
 
 
 def _check_evidence_folders(run: RunArguments) -> None:

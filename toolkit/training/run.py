@@ -343,6 +343,7 @@ def _saver_of(job: Job, recorder: Recorder) -> CheckpointSaver:
         output_dir=job.output_dir,
         facts=facts_of_job(job),
         recorder=recorder,
+        form=job.own.run.checkpoint_form,
         limit=job.args.save_total_limit,
         every=steps_between(
             job.args,

@@ -22,7 +22,14 @@ from transformers.training_args import ParallelMode
 from toolkit.checkpoints.folders import checkpoint_folder
 from toolkit.checkpoints.resume_request import LAST, requested_checkpoint
 from toolkit.checkpoints.resuming import Resumed, find_checkpoint
-from toolkit.checkpoints.saver import CheckpointSaver, losses_before, read_random_state, read_states
+from toolkit.checkpoints.saver import (
+    CheckpointSaver,
+    Form,
+    losses_before,
+    read_model,
+    read_random_state,
+    read_states,
+)
 from toolkit.configs.requested import (
     accumulation_dtype,
     agreed_strategy,
@@ -137,6 +144,8 @@ class ToolkitTrainer(Trainer):
         guards: The reaction when a loss is not finite, a gradient norm explodes, or ranks differ in
             weights or data order: `stop` all ranks with a `GuardError`, `warn`, or `off`. A
             recorder that is passed brings its own guards.
+        checkpoint_form: `native`: checkpoints that the same strategy and number of ranks goes on
+            from bit for bit. `portable`: that any other goes on from too.
     """
 
     def __init__(
@@ -150,6 +159,7 @@ class ToolkitTrainer(Trainer):
         ddp_bucket_view: bool = False,
         speed: SpeedArguments | None = None,
         guards: Choice = "stop",
+        checkpoint_form: Form = "native",
         **kwargs: Any,
     ) -> None:
         switches = None if speed is None else _switched_on(speed, *args, **kwargs)
@@ -182,6 +192,7 @@ class ToolkitTrainer(Trainer):
             output_dir=output_dir_of(self.args),
             facts=facts_of_trainer(self, _strategy_of(self.args)),
             recorder=self.recorder,
+            form=checkpoint_form,
             limit=self.args.save_total_limit,
         )
         self._resumed: Resumed | None = None
@@ -231,6 +242,8 @@ class ToolkitTrainer(Trainer):
                 values = {"output_dir": self.args.output_dir, "resume_from_checkpoint": str(name)}
                 request = requested_checkpoint(values)
             resumed = None if request is None else find_checkpoint(request, self.saver.facts)
+        if resumed is not None and resumed.moved is not None and self.is_world_process_zero():
+            say(resumed.moved)
         self._learned_rows = rows = LearnedRows()
         try:
             with lock or nullcontext():
@@ -520,7 +533,7 @@ class ToolkitTrainer(Trainer):
             return
         state, wrapped = self.state, self.prepared()
         folder, step = Path(str(state.best_model_checkpoint)), int(state.best_global_step or 0)
-        backend_of(wrapped.model).read_model(folder, wrapped, step=step)
+        read_model(folder, wrapped, step=step)
 
 
 def _switched_on(arguments: SpeedArguments, *args: Any, **kwargs: Any) -> Speed:
