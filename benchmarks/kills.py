@@ -64,6 +64,7 @@ def main() -> None:
         default=["ddp:loop", "zero2:trainer", "zero3:loop", "fsdp:trainer"],
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--form", choices=["native", "portable"], default="native")
     args = parser.parse_args()
     chance = random.Random(args.seed)
     cases = [name.partition(":")[::2] for name in args.strategies]
@@ -73,14 +74,17 @@ def main() -> None:
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         for (strategy, engine), share in zip(cases, shares, strict=True):
-            wrong += not survived(strategy, engine or "trainer", share, chance, Path(folder))
+            case = strategy, engine or "trainer"
+            wrong += not survived(*case, share, chance, Path(folder), form=args.form)
     sys.exit(1 if wrong else 0)
 
 
-def survived(strategy: str, engine: str, kills: int, chance: random.Random, folder: Path) -> bool:
+def survived(
+    strategy: str, engine: str, kills: int, chance: random.Random, folder: Path, *, form: str
+) -> bool:
     """Kill one run so often, let it end, and say whether nothing of that is to be seen."""
     flags = ("--max_steps", STEPS, "--max_length", 64, "--save_steps", SAVE_STEPS)
-    flags += ("--save_total_limit", 2, "--max_train_samples", 40)
+    flags += ("--save_total_limit", 2, "--max_train_samples", 40, "--checkpoint_form", form)
     environment = dict(os.environ) | {"HF_HUB_OFFLINE": "1"}
     straight = Run(strategy, engine, folder / f"{strategy}-straight", environment, flags)
     straight.go()

@@ -6,7 +6,8 @@
 
 Every launch trains four steps and saves after two. Each other launch goes on from there; its third
 step is held against that of the run that went on: weights to the bit, rows, losses, gradient norms,
-gradients and updates by tensor within the gates of a comparison. Ends with 1 if any is beyond.
+gradients and updates within the gates of a comparison. Where ranks split rows, losses, norms and
+rows alone. Ends with 1 if any is beyond.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def judged(wrote: Run, resumed: Run, precision: str) -> tuple[str | None, Iterat
         last = [line for line in str(error).splitlines() if line.strip()][-12:]
         return " ".join(last)[-900:], iter(["", "", "", ""])
     gaps = (move.loss, move.norm, move.gradient, move.update)
-    return move.problem(precision), (f"{gap:.1e}" for gap in gaps)
+    return move.problem(precision), ("" if gap is None else f"{gap:.1e}" for gap in gaps)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 from killing import Run
 from safetensors.torch import load_file
 
+from toolkit.backends import backend_of
 from toolkit.comparing.parity.gates import limit_of
 from toolkit.records.evidence import AFTER_FILE, BEFORE_FILE, GRADIENTS_FILE
 from toolkit.strategies import STRATEGIES
@@ -23,7 +24,7 @@ ROWS = 8
 FLAGS = (
     *("--max_length", 32, "--max_train_samples", 64, "--dropout", "off", "--max_steps", 4),
     *("--warmup_steps", 3, "--save_steps", SAVED, "--checkpoint_form", "portable"),
-    *("--evidence_step", SAVED + 1, "--per_device_train_batch_size", 1),
+    *("--per_device_train_batch_size", 1),
 )
 
 
@@ -34,10 +35,11 @@ class Move:
     weights: list[str]
     """Weights before the step that differ by a bit."""
 
-    gradient: float
-    """Largest distance of a parameter's gradient, as a part of its size."""
+    gradient: float | None
+    """Largest distance of a parameter's gradient, as a part of its size. This and the two beside it
+    are not known where ranks split rows."""
 
-    update: float
+    update: float | None
     """Distance of the weights after the step, as a part of what the step changed."""
 
     loss: float
@@ -60,7 +62,7 @@ class Move:
         wrong = [
             f"{name} {gap:.1e}"
             for name, gap in gaps.items()
-            if not gap <= limit_of(name, precision)
+            if gap is not None and not gap <= limit_of(name, precision)
         ]
         return ", ".join(wrong) or None
 
@@ -70,7 +72,9 @@ def run_in(
 ) -> Run:
     """Make a training of eight rows a step, with evidence of the step after the save."""
     engines, readers = STRATEGIES[strategy].engines, STRATEGIES[strategy].data_parallel_size(ranks)
-    asked = ("--gradient_accumulation_steps", ROWS // readers, "--evidence", folder / "evidence")
+    asked: tuple[Any, ...] = ("--gradient_accumulation_steps", ROWS // readers)
+    if not backend_of(STRATEGIES[strategy]).splits_rows:  # evidence is of whole rows
+        asked += ("--evidence", folder / "evidence", "--evidence_step", SAVED + 1)
     if engines == ("loop",):
         asked += ("--strategy", strategy)
     engine = "loop" if "loop" in engines else "trainer"
@@ -81,27 +85,35 @@ def moved(wrote: Run, resumed: Run, *, checkpoint: Path | None = None) -> Move:
     """Let a run go on from what another has saved, and compare both."""
     checkpoint = checkpoint or wrote.output / f"checkpoint-{SAVED}"
     said = resumed.go("--resume_from_checkpoint", checkpoint)
-    before, here = (_tensors(run, BEFORE_FILE) for run in (wrote, resumed))
-    assert before.keys() == here.keys()
-    steps = [
-        {name: tensor - before[name] for name, tensor in _tensors(run, AFTER_FILE).items()}
-        for run in (wrote, resumed)
-    ]
     straight, after = wrote.tail(SAVED), resumed.tail(SAVED)
     gaps = {
         name: max(abs(a - b) / abs(a) for a, b in zip(straight[name], after[name], strict=True))
         for name in ("losses", "grad_norms")
     }
-    rows = [[sorted(chain(*ids)) for ids in tail["sample_ids"]] for tail in (straight, after)]
+    rows = [[set(chain(*ids)) for ids in tail["sample_ids"]] for tail in (straight, after)]
+    kept = [(run.output.parent / "evidence").is_dir() for run in (wrote, resumed)]
+    weights, gradient, update = _evidence(wrote, resumed) if all(kept) else ([], None, None)
     return Move(
-        weights=[name for name in before if not torch.equal(before[name], here[name])],
-        gradient=max(_gaps(_tensors(wrote, GRADIENTS_FILE), _tensors(resumed, GRADIENTS_FILE))),
-        update=_distance(*(torch.cat([*map(torch.ravel, step.values())]) for step in steps)),
+        weights=weights,
+        gradient=gradient,
+        update=update,
         loss=gaps["losses"],
         norm=gaps["grad_norms"],
         rows=rows[0] == rows[1] and straight["learning_rates"] == after["learning_rates"],
         said=said,
     )
+
+
+def _evidence(wrote: Run, resumed: Run) -> tuple[list[str], float, float]:
+    before, here = (_tensors(run, BEFORE_FILE) for run in (wrote, resumed))
+    assert before.keys() == here.keys()
+    steps = [
+        torch.cat([(tensor - before[name]).ravel() for name, tensor in after.items()])
+        for after in (_tensors(run, AFTER_FILE) for run in (wrote, resumed))
+    ]
+    gradients = [_tensors(run, GRADIENTS_FILE) for run in (wrote, resumed)]
+    others = [name for name in before if not torch.equal(before[name], here[name])]
+    return others, max(_gaps(*gradients)), _distance(*steps)
 
 
 def _tensors(run: Run, file: str) -> dict[str, torch.Tensor]:

@@ -256,6 +256,11 @@ class ToolkitTrainer(Trainer):
 
     def train_from(self, resumed: Resumed | None, **kwargs: Any) -> Any:
         """Train from a checkpoint that all ranks have verified, and write no record."""
+        if resumed is not None and not (resumed.folder / TRAINER_STATE_NAME).is_file():
+            raise UsageError(
+                f"{resumed.folder} has no {TRAINER_STATE_NAME}: no Trainer saved it. Go on from it "
+                "with toolkit.train --engine loop."
+            )
         self._resumed = resumed
         folder = None if resumed is None else str(resumed.folder)
         try:
