@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from toolkit.checkpoints.portable_files import Group, state_key
-from toolkit.checkpoints.stored import Contents, Stored, load_plain, name_in_model, scalar, stored
+from toolkit.checkpoints.portable_files import state_key
+from toolkit.checkpoints.stored import (
+    Contents,
+    Stored,
+    add_groups,
+    load_plain,
+    name_in_model,
+    scalar,
+    stored,
+)
 from toolkit.errors import UsageError
 
 MODEL: Final = "*mp_rank_00_model_states.pt"
@@ -55,7 +64,8 @@ def read_deepspeed(folder: Path) -> Contents:
         raise UsageError(f"{folder} lacks *_model_states.pt. Copy the whole checkpoint.")
     first = load_plain(models[0])
     if (folder / UNIVERSAL).is_dir():
-        contents = _universal(folder)
+        file = folder / UNIVERSAL / "optimizer_state.pt"
+        contents = _universal(folder, first["param_shapes"], file)
     elif optimizers := _by_rank(folder.glob(OPTIMIZER)):
         contents = _partitioned(folder, models, first, optimizers)
     else:
@@ -80,7 +90,7 @@ def _partitioned(
     folder: Path, models: list[Path], first: dict[str, Any], optimizers: list[Path]
 ) -> Contents:
     of_rank = [load_plain(file)["optimizer_state_dict"] for file in optimizers]
-    stage, ranks = int(of_rank[0]["zero_stage"]), of_rank[0]["partition_count"]
+    stage, ranks = int(of_rank[0].get("zero_stage", 1)), of_rank[0]["partition_count"]
     ranks = max(ranks) if isinstance(ranks, list) else int(ranks)
     _require_ranks(optimizers, ranks)
     inner = of_rank[0].get("base_optimizer_state", of_rank[0].get("optimizer_state_dict"))
@@ -100,9 +110,7 @@ def _partitioned(
     for name, shape in (first.get("frozen_param_shapes") or {}).items():
         parts = [fragments[name] for fragments in frozen]
         contents.weights[name] = _joined(parts, tuple(shape), optimizers[0])
-    for names, group in zip(shapes, inner["param_groups"], strict=False):
-        rates = {"lr": float(group["lr"]), "initial_lr": group.get("initial_lr")}
-        contents.groups.append(Group(names=[*map(name_in_model, names)], **rates))
+    add_groups(contents, shapes, inner["param_groups"])
     scaler = vars(of_rank[0]["loss_scaler"]) if "loss_scaler" in of_rank[0] else {}
     if "scale_window" in scaler:
         since = scaler["cur_iter"] - max(scaler["last_overflow_iter"], 0)
@@ -202,7 +210,7 @@ def _add(
 ) -> None:
     contents.weights[name] = part(masters)
     for state, value in states[0].items():
-        is_flat = isinstance(value, torch.Tensor) and value.numel() == masters[0].numel() > 1
+        is_flat = isinstance(value, torch.Tensor) and value.dim() > 0
         held = part([of_rank[state] for of_rank in states]) if is_flat else scalar(value)
         contents.states[state_key(name_in_model(name), state)] = held
 
@@ -225,29 +233,26 @@ def _joined(
     return Stored(shape, pieces[0].dtype if pieces else torch.float32, read)
 
 
-def _universal(folder: Path) -> Contents:
+def _universal(folder: Path, shapes: list[dict[str, Any]], file: Path) -> Contents:
     contents = Contents(folder=folder, library="DeepSpeed", strategy="universal", weights={})
-    for file in sorted((folder / UNIVERSAL).glob("*/fp32.pt")):
-        name = file.parent.name
-        contents.weights[name] = _of_universal(file)
-        for other in sorted(set(file.parent.glob("*.pt")) - {file}):
-            held = _of_universal(other)
-            contents.states[state_key(name_in_model(name), other.stem)] = held
-    if not contents.weights:
-        raise UsageError(f"{folder / UNIVERSAL} lacks */fp32.pt. Copy the whole checkpoint.")
-    file = folder / UNIVERSAL / "optimizer_state.pt"
-    groups = load_plain(file).get("param_groups", []) if file.is_file() else []
-    shapes = load_plain(next(folder.glob(MODEL)))["param_shapes"]
-    for names, group in zip(shapes, groups, strict=False):
-        for name in names:
-            if name not in contents.weights:
-                raise UsageError(f"{folder / UNIVERSAL / name}/fp32.pt is missing. Copy it too.")
-        rates = {"lr": float(group["lr"]), "initial_lr": group.get("initial_lr")}
-        contents.groups.append(Group(names=[*map(name_in_model, names)], **rates))
+    saved = load_plain(file) if file.is_file() else {}
+    steps = saved.get("optimizer_state_dict", {}).get("state", {})
+    for number, names in enumerate(shapes):
+        for name, shape in names.items():
+            place = folder / UNIVERSAL / name
+            contents.weights[name] = _of_universal(place / "fp32.pt", tuple(shape))
+            key = partial(state_key, name_in_model(name))
+            if "step" in steps.get(number, {}):  # of ZeRO-3 it is not beside the parameter
+                contents.states[key("step")] = scalar(steps[number]["step"])
+            for other in sorted({*place.glob("*.pt")} - {place / "fp32.pt"}):
+                contents.states[key(other.stem)] = _of_universal(other, tuple(shape))
+    add_groups(contents, shapes, saved.get("param_groups", []))
     return contents
 
 
-def _of_universal(file: Path) -> Stored:
+def _of_universal(file: Path, shape: tuple[int, ...]) -> Stored:
     held = load_plain(file)
     value = held["param"] if isinstance(held, dict) else held
-    return stored(value) if isinstance(value, torch.Tensor) else scalar(value)
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return scalar(value)
+    return _joined([value], shape, file, exact=True)

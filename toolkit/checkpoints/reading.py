@@ -28,7 +28,6 @@ from toolkit.checkpoints.stored import Contents, Stored, damage_named, load_plai
 from toolkit.checkpoints.torch_files import (
     add_named_shards,
     add_optimizer,
-    aliases,
     read_shards_of,
     whole_weights,
 )
@@ -69,13 +68,24 @@ def read_folder(folder: Path, *, base: Path | None = None) -> Contents:
             contents.manifest = manifest
             contents.strategy = str(manifest.get("strategy", contents.strategy))
             contents.step = manifest.get("step")
-    if model is not None and not contents.is_adapter:
-        for name, first in aliases(model):
-            if name in contents.weights and first in contents.weights:
-                del contents.weights[name]
+    _drop_second_names(contents)
     if not contents.weights:
         raise UsageError(f"{folder} holds no weights. Name the folder of a whole checkpoint.")
     return contents
+
+
+def _drop_second_names(contents: Contents) -> None:
+    """Drop a tied head, which the model and its optimizer have by the name of the embeddings."""
+    trained = {name for group in contents.groups for name in group["names"]}
+    others = {*contents.weights} - trained
+    for name in others if trained and len(others) <= 2 else ():
+        tensor = contents.weights[name]
+        for other in trained & contents.weights.keys():
+            twin = contents.weights[other]
+            is_alike = (twin.shape, twin.dtype) == (tensor.shape, tensor.dtype)
+            if is_alike and len(twin.shape) > 1 and torch.equal(twin.read(), tensor.read()):
+                del contents.weights[name]
+                break
 
 
 def model_folder(folder: Path, base: Path | None = None) -> Path | None:

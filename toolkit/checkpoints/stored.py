@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -87,6 +87,15 @@ def name_in_model(name: str) -> str:
     name = plain_name(name).removeprefix("module.").removeprefix("base_model.model.")
     # peft leaves the name of an adapter out of its files.
     return re.sub(r"(\.lora_(?:[AB]|embedding_[AB]))(?=\.weight$|$)", r"\1.default", name)
+
+
+def add_groups(
+    contents: Contents, names: Iterable[Iterable[str]], groups: Iterable[Mapping[str, Any]]
+) -> None:
+    """Add an optimizer's groups, each with the names of its parameters."""
+    for of_group, group in zip(names, groups, strict=False):
+        rates = {"lr": float(group["lr"]), "initial_lr": group.get("initial_lr")}
+        contents.groups.append(Group(names=[*map(name_in_model, of_group)], **rates))
 
 
 @contextmanager

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from toolkit.checkpoints.portable_files import Group, state_key
+from toolkit.checkpoints.portable_files import state_key
 from toolkit.checkpoints.stored import (
     LORA,
     Contents,
     Stored,
+    add_groups,
     damage_named,
     load_plain,
     name_in_model,
@@ -150,14 +150,8 @@ def add_named_shards(contents: Contents, values: dict[tuple[Any, ...], Any]) -> 
                 contents.weights[name_in_model(name)] = value
             case _:
                 pass
-    _add_groups(contents, [groups[number] for number in sorted(groups)])
-
-
-def _add_groups(contents: Contents, groups: list[dict[str, Any]]) -> None:
-    for group in groups:
-        names = [name_in_model(name) for name in group["params"]]
-        rates = {"lr": float(group["lr"]), "initial_lr": group.get("initial_lr")}
-        contents.groups.append(Group(names=names, **rates))
+    ordered = [groups[number] for number in sorted(groups)]
+    add_groups(contents, (group["params"] for group in ordered), ordered)
 
 
 # Optimizers
@@ -193,9 +187,7 @@ def add_optimizer(contents: Contents, file: Path, model: Path | None) -> None:
                 contents.weights[name] = stored(value)
             elif value is not None:
                 contents.states[state_key(name, state)] = scalar(value)
-    _add_groups(
-        contents, [group | {"params": [names[n] for n in group["params"]]} for group in groups]
-    )
+    add_groups(contents, ([names[n] for n in group["params"]] for group in groups), groups)
 
 
 def _names_by_order(
@@ -275,12 +267,3 @@ def _trained_in_order(contents: Contents, model: Path) -> list[list[str]]:
     without = {name for name, _ in whole.named_parameters()} - decayed
     names = _in_order(contents, model)
     return [[n for n in names if n not in without], [n for n in names if n in without]]
-
-
-def aliases(model: Path) -> Iterator[tuple[str, str]]:
-    """Yield the further names of a model's weights, each with the first name of the weight."""
-    whole = skeleton(model)
-    first = {id(parameter): name for name, parameter in whole.named_parameters()}
-    for name, parameter in whole.named_parameters(remove_duplicate=False):
-        if first[id(parameter)] != name:
-            yield name, first[id(parameter)]
