@@ -16,6 +16,7 @@ import torch
 from toolkit.checkpoints.portable_files import state_key
 from toolkit.checkpoints.stored import (
     Contents,
+    NotWhole,
     Stored,
     add_groups,
     load_plain,
@@ -43,7 +44,7 @@ def deepspeed_folder(folder: Path) -> Path | None:
     if latest.is_file():
         named = folder / latest.read_text(encoding="utf-8").strip()
         if not named.is_dir():
-            raise UsageError(f"{latest} names {named}, which is missing. Copy the whole folder.")
+            raise NotWhole(f"{latest} names {named}, which is missing. Copy the whole folder.")
         return named
     return inside[-1] if inside else None
 
@@ -61,7 +62,7 @@ def read_deepspeed(folder: Path) -> Contents:
         )
     models = _by_rank(folder.glob(MODEL))
     if not models:
-        raise UsageError(f"{folder} lacks *_model_states.pt. Copy the whole checkpoint.")
+        raise NotWhole(f"{folder} lacks *_model_states.pt. Copy the whole checkpoint.")
     first = load_plain(models[0])
     if (folder / UNIVERSAL).is_dir():
         file = folder / UNIVERSAL / "optimizer_state.pt"
@@ -127,7 +128,7 @@ def _require_ranks(files: list[Path], ranks: int) -> None:
     for rank in range(ranks):
         wanted = files[0].name.replace("pp_rank_0_", f"pp_rank_{rank}_")
         if files[0].with_name(wanted) not in files:
-            raise UsageError(
+            raise NotWhole(
                 f"{files[0].with_name(wanted)} is missing: {ranks} ranks wrote this checkpoint. "
                 "Copy the files of all of them."
             )
@@ -221,7 +222,7 @@ def _joined(
     """Return a parameter whose elements are those of the pieces; the last may be padded."""
     elements, held = math.prod(shape), sum(len(piece.view(-1)) for piece in pieces)
     if held < elements or (exact and held != elements):
-        raise UsageError(
+        raise NotWhole(
             f"{file} and those of other ranks hold {held:,} elements where {elements:,} belong. "
             "The files are of different checkpoints: copy all files of one."
         )

@@ -25,6 +25,10 @@ LORA: Final = ".lora_"
 """Part of the names of all weights of adapters."""
 
 
+class NotWhole(UsageError):
+    """A checkpoint whose files are missing, cut off, damaged, or would run code."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A whole tensor in files, of which nothing is read before `read` is called."""
@@ -74,7 +78,7 @@ class Contents:
 
 def stored(tensor: torch.Tensor) -> Stored:
     """Return a tensor that lies in memory, or in a file that is mapped."""
-    return Stored(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+    return Stored(tuple(tensor.shape), tensor.dtype, tensor.detach)
 
 
 def scalar(value: Any) -> Stored:
@@ -103,20 +107,20 @@ def damage_named(file: Path) -> Generator[None]:
     """Turn a library's error about a file into one that names it.
 
     Raises:
-        UsageError: in place of the error.
+        NotWhole: in place of the error.
     """
     try:
         yield
     except UsageError:
         raise
     except Damaged as error:
-        raise UsageError(f"{error}. Take another checkpoint.") from error
+        raise NotWhole(f"{error}. Take another checkpoint.") from error
     except FileNotFoundError as error:
-        raise UsageError(f"{file} is missing. Copy the whole checkpoint.") from error
+        raise NotWhole(f"{file} is missing. Copy the whole checkpoint.") from error
     except pickle.UnpicklingError as error:
         name = re.search(r"GLOBAL ([\w.]+)|names ([\w.]+)", str(error))
         if name is not None:
-            raise UsageError(
+            raise NotWhole(
                 f"{file} would run code and was not loaded: it names {name[1] or name[2]}. Use "
                 "only folders that you trust."
             ) from error
@@ -125,8 +129,8 @@ def damage_named(file: Path) -> Generator[None]:
         raise _damaged(file, error) from error
 
 
-def _damaged(file: Path, error: BaseException) -> UsageError:
-    return UsageError(
+def _damaged(file: Path, error: BaseException) -> NotWhole:
+    return NotWhole(
         f"{file} is cut off or damaged: {sentence_of(error)[:200]} Take another checkpoint."
     )
 

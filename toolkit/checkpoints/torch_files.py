@@ -13,6 +13,7 @@ from toolkit.checkpoints.portable_files import state_key
 from toolkit.checkpoints.stored import (
     LORA,
     Contents,
+    NotWhole,
     Stored,
     add_groups,
     damage_named,
@@ -96,9 +97,9 @@ def read_shards_of(folder: Path) -> tuple[dict[tuple[Any, ...], Any], int]:
     for name, size in sizes.items():
         file = folder / name
         if not file.is_file():
-            raise UsageError(f"{file} is missing: {LIST} names it. Copy the files of all ranks.")
+            raise NotWhole(f"{file} is missing: {LIST} names it. Copy the files of all ranks.")
         if file.stat().st_size < size:
-            raise UsageError(
+            raise NotWhole(
                 f"{file} is cut off: it has {file.stat().st_size:,} of {size:,} bytes. Take "
                 "another checkpoint."
             )
