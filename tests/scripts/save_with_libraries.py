@@ -8,6 +8,7 @@ libraries themselves, by the keys of a portable checkpoint.
 
 import os
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu", "LOCAL_RANK": "0"}
@@ -17,6 +18,7 @@ import deepspeed
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState
+from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from forked_ranks import become_a_rank
 from small_models import odd_gpt2
@@ -132,6 +134,24 @@ def main(output):
             torch.save(held, output / f"{kind}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+    if rank == 0:
+        for kind in ("zero2", "zero3"):
+            make_universal(output / kind / f"global_step{STEPS}", output / f"universal_{kind}")
+            (output / f"universal_{kind}.pt").symlink_to(output / f"{kind}.pt")
+
+
+def make_universal(folder, output):
+    ds_to_universal.main(
+        Namespace(
+            input_folder=str(folder),
+            output_folder=str(output),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
+    )
 
 
 if __name__ == "__main__":
