@@ -16,7 +16,6 @@ from toolkit.checkpoints.converting import convert
 from toolkit.checkpoints.judging import verify
 from toolkit.checkpoints.reading import read_folder
 from toolkit.checkpoints.stored import NotWhole
-from toolkit.errors import UsageError
 from toolkit.training.merging import merge
 
 pytestmark = pytest.mark.long  # two ranks write for all of them
@@ -146,5 +145,5 @@ def test_files_of_two_checkpoints_are_not_joined(saved, tmp_path):
     folder = tmp_path / "mixed"
     shutil.copytree(saved / "zero3_frozen", folder)
     shutil.copyfile(saved / "zero3" / PARTS["zero"], folder / PARTS["zero"])
-    with pytest.raises(UsageError):
+    with pytest.raises(NotWhole, match=r"rank_1.*belong. The files are of different checkpoints"):
         convert(folder, tmp_path / "output")

@@ -179,8 +179,12 @@ def _join_stage_3(
     files: list[Path],
 ) -> None:
     """Join parameters each of which was cut into one partition a rank."""
-    sizes = [len(flat) for flat in of_rank[0]["fp32_flat_groups"]]
-    begin, group = 0, 0
+    of_ranks = [[len(flat) for flat in held["fp32_flat_groups"]] for held in of_rank]
+    sizes, begin, group = of_ranks[0], 0, 0
+    needed = sum(-(-math.prod(s) // len(of_rank)) for names in shapes for s in names.values())
+    for file, held in zip(files, of_ranks, strict=True):
+        if held != sizes or sum(held) != needed:
+            raise _mixed(file, sum(held), needed)
     for name, shape in (item for names in shapes for item in names.items()):
         length = -(-math.prod(shape) // len(of_rank))
         while group < len(sizes) - 1 and begin >= sizes[group]:
@@ -222,16 +226,20 @@ def _joined(
     """Return a parameter whose elements are those of the pieces; the last may be padded."""
     elements, held = math.prod(shape), sum(len(piece.view(-1)) for piece in pieces)
     if held < elements or (exact and held != elements):
-        raise NotWhole(
-            f"{file} and those of other ranks hold {held:,} elements where {elements:,} belong. "
-            "The files are of different checkpoints: copy all files of one."
-        )
+        raise _mixed(file, held, elements)
 
     def read() -> torch.Tensor:
         flat = torch.cat([piece.view(-1) for piece in pieces]) if len(pieces) > 1 else pieces[0]
         return flat.view(-1)[:elements].view(shape)
 
     return Stored(shape, pieces[0].dtype if pieces else torch.float32, read)
+
+
+def _mixed(file: Path, held: int, needed: int) -> NotWhole:
+    return NotWhole(
+        f"{file} holds {held:,} elements where {needed:,} belong. The files are of different "
+        "checkpoints: copy all files of one."
+    )
 
 
 def _universal(folder: Path, shapes: list[dict[str, Any]], file: Path) -> Contents:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import pickle
 import re
@@ -117,6 +118,10 @@ def damage_named(file: Path) -> Generator[None]:
         raise NotWhole(f"{error}. Take another checkpoint.") from error
     except FileNotFoundError as error:
         raise NotWhole(f"{file} is missing. Copy the whole checkpoint.") from error
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a place before the beginning of a file
+            raise
+        raise _damaged(file, error) from error
     except pickle.UnpicklingError as error:
         name = re.search(r"GLOBAL ([\w.]+)|names ([\w.]+)", str(error))
         if name is not None:
