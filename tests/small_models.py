@@ -3,7 +3,14 @@
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 
 def tiny_llama(*, attention="sdpa", vocabulary=64, **changes):
@@ -48,3 +55,20 @@ def small_of(kind, attention, **changes):
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     return model.train()
+
+
+def odd_gpt2():
+    """A GPT-2 with tied embeddings, turned matrices, and tensors that two ranks cannot halve."""
+    config = GPT2Config(
+        vocab_size=61,
+        n_embd=15,
+        n_layer=2,
+        n_head=3,
+        n_positions=33,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), 0),
+        use_cache=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return GPT2LMHeadModel(config).train()

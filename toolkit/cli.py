@@ -54,6 +54,16 @@ configs = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(configs, name="configs")
+checkpoint = typer.Typer(
+    help="Checkpoints, the toolkit's and other libraries': show, verify, convert, merge.",
+    epilog=_examples(
+        "toolkit checkpoint show runs/a/checkpoint-15",
+        "toolkit checkpoint convert runs/a/checkpoint-15 --output runs/b",
+    ),
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(checkpoint, name="checkpoint")
 
 
 def _complete_strategies(incomplete: str) -> list[str]:
@@ -458,6 +468,95 @@ def generate(
 
     sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
     answer(folder, prompt, most=max_new_tokens, plain=plain, **sampling)
+
+
+CheckpointFolder = Annotated[
+    Path, typer.Argument(metavar="FOLDER", help="A checkpoint, a model or an adapter.")
+]
+OutputFolder = Annotated[Path, typer.Option(help="Folder to write to.")]
+BaseModel = Annotated[
+    str | None,
+    typer.Option(help="The model that was trained, where none is found beside the checkpoint."),
+]
+
+
+@checkpoint.command(
+    "show",
+    epilog=_examples(
+        "toolkit checkpoint show runs/a/checkpoint-15", "toolkit checkpoint show MODEL --json"
+    ),
+)
+def checkpoint_show(
+    folder: CheckpointFolder, base: BaseModel = None, as_json: AsJson = False
+) -> None:
+    """Print what is in a folder, whether it is whole, and what goes on from it."""
+    _read_checkpoint("show", folder, base=base, as_json=as_json)
+
+
+@checkpoint.command(
+    "verify",
+    epilog=_examples(
+        "toolkit checkpoint verify runs/a/checkpoint-15",
+        "toolkit checkpoint verify runs/a/checkpoint-15 --against runs/b/checkpoint-15",
+    ),
+)
+def checkpoint_verify(
+    folder: CheckpointFolder,
+    against: Annotated[
+        Path | None, typer.Option(help="Another, of any kind, which should hold the same.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read every tensor. Exit 1 where one is damaged, not finite, or another than the other's."""
+    other = None if against is None else str(against)
+    _read_checkpoint("verify", folder, against=other, as_json=as_json)
+
+
+@checkpoint.command(
+    "convert",
+    epilog=_examples(
+        "toolkit checkpoint convert runs/a/checkpoint-15 --output runs/b",
+        "toolkit checkpoint convert TRAINER_OUTPUT/checkpoint-500 --output runs/b",
+    ),
+)
+def checkpoint_convert(
+    folder: CheckpointFolder, output: OutputFolder, base: BaseModel = None
+) -> None:
+    """Write OUTPUT/checkpoint-STEP in the portable form, which any strategy goes on from."""
+    _read_checkpoint("convert", folder, output=str(output), base=base)
+
+
+@checkpoint.command(
+    "merge",
+    epilog=_examples(
+        "toolkit checkpoint merge runs/a/checkpoint-15 --output MODEL --dtype bfloat16",
+        "toolkit checkpoint merge runs/lora/checkpoint-15 --output MODEL --merge_adapter",
+    ),
+)
+def checkpoint_merge(
+    folder: CheckpointFolder,
+    output: OutputFolder,
+    base: BaseModel = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Of the weights; as they were saved if left out."),
+    ] = None,
+    merge_adapter: Annotated[
+        bool, typer.Option("--merge-adapter", help="Merge an adapter into its base model.")
+    ] = False,
+) -> None:
+    """Write the weights as from_pretrained loads them, or an adapter as peft does."""
+    settings = {"output": str(output), "base": base, "dtype": dtype}
+    _read_checkpoint("merge", folder, merge_adapter=merge_adapter, **settings)
+
+
+def _read_checkpoint(verb: str, folder: Path, **settings: Any) -> None:
+    import json
+
+    from toolkit.launching.python import become
+
+    words = {"verb": verb, "folder": str(folder), **settings}
+    become("toolkit.training.checkpoint_command", json.dumps(words))
 
 
 @app.command(

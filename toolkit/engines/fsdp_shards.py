@@ -62,7 +62,7 @@ def read_shards(folder: Path, states: dict[str, Any]) -> None:
         ShardError: on every rank, with the error of the first that could not.
     """
     with _as_errors():
-        reader = _Reader(str(folder), _read_list(folder / LIST))
+        reader = _Reader(str(folder), read_list(folder / LIST))
         load(states, storage_reader=reader, planner=_Planner())
 
 
@@ -92,7 +92,7 @@ def _error_of(cause: BaseException, *, rank: int | None = None) -> Exception:
     return ShardError(f"{who}{type(cause).__name__}: {cause}")
 
 
-def _read_list(file: Path) -> metadata.Metadata:
+def read_list(file: Path) -> metadata.Metadata:
     with file.open("rb") as opened:
         listed = _Unpickler(opened).load()
     for place in listed.storage_data.values():

@@ -6,13 +6,11 @@ This process becomes that one, so its output can be piped and Ctrl-C ends it as 
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from toolkit.errors import UsageError, sentence_of
-from toolkit.launching.python import python_environment
+from toolkit.launching.python import become
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 
@@ -23,8 +21,7 @@ def generate(folder: Path, prompt: str, **settings: Any) -> NoReturn:
     Raises:
         UsageError: the folder holds no model, or an adapter whose base model is missing.
     """
-    words = ["toolkit.training.generate", json.dumps(settings), str(model_folder(folder)), prompt]
-    os.execve(sys.executable, [sys.executable, "-m", *words], python_environment())
+    become("toolkit.training.generate", json.dumps(settings), str(model_folder(folder)), prompt)
 
 
 def model_folder(folder: Path) -> Path:

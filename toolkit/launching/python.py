@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import site
+import sys
 import sysconfig
 from pathlib import Path
+from typing import NoReturn
 
 from toolkit.errors import UsageError
 from toolkit.search_path import ROOT
@@ -46,3 +48,8 @@ def check_package_folder() -> None:
             f"in {launchers}. Install one of the two alone, or remove the folder of the other from "
             "PYTHONPATH."
         )
+
+
+def become(module: str, *words: str) -> NoReturn:
+    """Let this process become the Python that runs a module, which may import torch."""
+    os.execve(sys.executable, [sys.executable, "-m", module, *words], python_environment())

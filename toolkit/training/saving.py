@@ -149,7 +149,7 @@ def _write_model(
 ) -> None:
     from transformers.dynamic_module_utils import custom_object_save
 
-    dtype = _write_weights(model, weights, folder, shard_bytes)
+    dtype = write_weights(model, weights, folder, shard_bytes)
     with outside_of_engines():
         config = model.config
         config.dtype = dtype  # in which `dtype="auto"` loads it
@@ -212,7 +212,7 @@ def _weights_to_merge(
         if id(parameter) in adapters:
             continue
         layer_name, base, attribute = name.partition(BASE)
-        merged = partial(_merged, _on_cpu(backend, parameter, main))
+        merged = partial(merged_weight, _on_cpu(backend, parameter, main))
         if base and attribute == "weight":
             layer = layers[layer_name]
             (adapter,) = layer.active_adapters
@@ -220,10 +220,10 @@ def _weights_to_merge(
             merged = partial(merged, layer, *(_on_cpu(backend, part, main) for part in matrices))
         yield plain_name(f"{layer_name}.{attribute}" if base else name), merged
     for name, buffer in _saved_buffers(unwrapped):
-        yield name, partial(_merged, buffer.cpu())
+        yield name, partial(merged_weight, buffer.cpu())
 
 
-def _merged(
+def merged_weight(
     weight: torch.Tensor | None,
     layer: Any = None,
     a: torch.Tensor | None = None,
@@ -259,7 +259,7 @@ def full_state_dict(accelerator: Any, model: Any) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in weights if tensor is not None}
 
 
-def _write_weights(model: Any, weights: Weights, folder: Path, limit: int) -> str:
+def write_weights(model: Any, weights: Weights, folder: Path, limit: int) -> str:
     """Write the weights in files of at most `limit` bytes, and return the dtype that most have.
 
     A file holds whole layers: some families store several of the model's weights as one.

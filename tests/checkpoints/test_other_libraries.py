@@ -1,0 +1,149 @@
+"""What FSDP2, Accelerate and DeepSpeed saved in two ranks is read back whole, to the bit."""
+
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from places import SCRIPTS
+from small_models import odd_gpt2
+from transformers import AutoModelForCausalLM
+
+from toolkit.checkpoints.converting import convert
+from toolkit.checkpoints.judging import verify
+from toolkit.checkpoints.reading import read_folder
+from toolkit.checkpoints.stored import NotWhole
+from toolkit.training.merging import merge
+
+pytestmark = pytest.mark.long  # two ranks write for all of them
+
+KINDS = {
+    "fsdp_sharded": ("Accelerate", "fsdp"),
+    "fsdp_full": ("Accelerate", "whole"),
+    "zero1": ("DeepSpeed", "zero1"),
+    "zero1_bf16": ("DeepSpeed", "zero1"),
+    "zero2": ("DeepSpeed", "zero2"),
+    "zero3": ("DeepSpeed", "zero3"),
+    "zero3_frozen": ("DeepSpeed", "zero3"),
+    "universal_zero2": ("DeepSpeed", "universal"),
+    "universal_zero3": ("DeepSpeed", "universal"),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, cold_environment):
+    output = tmp_path_factory.mktemp("saved")
+    subprocess.run(
+        [sys.executable, SCRIPTS / "save_with_libraries.py", output],
+        env=cold_environment,
+        check=True,
+        timeout=900,
+    )
+    return output
+
+
+def held(contents):
+    return {name: t.read() for name, t in {**contents.weights, **contents.states}.items()}
+
+
+def assert_same(tensors, expected):
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert tensors[name].dtype == tensor.dtype, name
+        assert torch.equal(tensors[name], tensor), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_weight_and_state_comes_back_to_the_bit(saved, kind):
+    contents = read_folder(saved / kind)
+    assert (contents.library, contents.strategy) == KINDS[kind]
+    assert (contents.step, contents.ranks, contents.missing) == (2, 2, [])
+    assert_same(held(contents), torch.load(saved / f"{kind}.pt"))
+    trained = {key.removeprefix("state.").rpartition(".")[0] for key in contents.states}
+    assert {name for group in contents.groups for name in group["names"]} == trained
+    rate = 0.006 if kind.startswith("fsdp") else 0.01
+    assert [group["lr"] for group in contents.groups] == pytest.approx(
+        [rate] * len(contents.groups)
+    )
+
+
+@pytest.mark.parametrize("kind", ["fsdp_sharded", "zero3", "universal_zero2"])
+def test_a_portable_checkpoint_of_it_holds_the_same(saved, tmp_path, kind):
+    made = convert(saved / kind, tmp_path)
+    assert made == tmp_path / "checkpoint-2"
+    again = read_folder(made)
+    assert_same(held(again), torch.load(saved / f"{kind}.pt"))
+    assert again.groups == read_folder(saved / kind).groups
+    assert again.manifest["facts"] == {}
+    assert verify(made, saved / kind)["ok"]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("zero3", None), ("fsdp_full", "bfloat16")])
+def test_a_model_of_it_is_loaded_by_transformers(saved, tmp_path, kind, dtype):
+    odd_gpt2().config.save_pretrained(tmp_path / "base")
+    merge(saved / kind, tmp_path / "model", base=tmp_path / "base", dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    wanted = torch.float32 if dtype is None else torch.bfloat16
+    expected = torch.load(saved / f"{kind}.pt")
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == wanted
+        assert torch.equal(parameter, expected[name].to(wanted)), name
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def remove(file):
+    file.unlink()
+
+
+class Evil:
+    def __reduce__(self):
+        return Path.mkdir, (Path("/tmp/made-by-a-pickle"),)
+
+
+def infect(file):
+    torch.save({"optimizer_state_dict": Evil()}, file)
+
+
+def infect_list(file):
+    file.write_bytes(pickle.dumps(Evil()))
+
+
+PARTS = {"zero": "global_step2/zero_pp_rank_1_mp_rank_00_optim_states.pt"}
+FAULTS = [
+    ("zero2", PARTS["zero"], remove, "is missing: 2 ranks wrote"),
+    ("zero2", PARTS["zero"], cut, "is cut off or damaged"),
+    ("zero2", PARTS["zero"], infect, "would run code and was not loaded: it names pathlib"),
+    ("zero3", "global_step2/zero_pp_rank_1_mp_rank_00_model_states.pt", remove, "is missing"),
+    ("zero3", "global_step2", shutil.rmtree, "which is missing"),
+    ("universal_zero3", "zero/transformer.wte.weight/fp32.pt", remove, "fp32.pt is missing"),
+    ("universal_zero2", "zero/transformer.wte.weight/fp32.pt", cut, "fp32.pt is cut off"),
+    ("fsdp_sharded", "optimizer_0/__1_0.distcp", remove, "__1_0.distcp is missing"),
+    ("fsdp_sharded", "pytorch_model_fsdp_0/__0_0.distcp", cut, "__0_0.distcp is cut off"),
+    ("fsdp_sharded", "optimizer_0/.metadata", infect_list, "would run code"),
+    ("fsdp_full", "pytorch_model_fsdp.bin", cut, "pytorch_model_fsdp.bin is cut off"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "spoil", "sentence"), FAULTS)
+def test_a_damaged_one_is_named_by_its_file(saved, tmp_path, kind, name, spoil, sentence):
+    folder = tmp_path / kind
+    shutil.copytree(saved / kind, folder)
+    spoil(folder / name)
+    with pytest.raises(NotWhole, match=sentence):
+        convert(folder, tmp_path / "output")
+    assert not (tmp_path / "output").exists()
+    assert sentence.partition(":")[0] in verify(folder)["damage"]
+
+
+def test_files_of_two_checkpoints_are_not_joined(saved, tmp_path):
+    folder = tmp_path / "mixed"
+    shutil.copytree(saved / "zero3_frozen", folder)
+    shutil.copyfile(saved / "zero3" / PARTS["zero"], folder / PARTS["zero"])
+    with pytest.raises(NotWhole, match=r"rank_1.*belong. The files are of different checkpoints"):
+        convert(folder, tmp_path / "output")

@@ -1,0 +1,57 @@
+"""The process of `toolkit checkpoint`: it reads and writes folders of checkpoints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoints import judging
+from toolkit.checkpoints.converting import convert
+from toolkit.errors import SaveError, UsageError, file_sentence, is_full_disk
+from toolkit.launching.ranks import quiet
+
+
+def run(verb: str, folder: Path, *, as_json: bool = False, **settings: Any) -> int:
+    """Do what one verb asks for, and return the exit code."""
+    if settings.get("base") is not None:
+        from toolkit.training.arguments import ModelArguments
+        from toolkit.training.model import resolve_model
+
+        asked = ModelArguments(model_name_or_path=settings["base"])
+        settings["base"] = Path(resolve_model(asked))
+    if verb in ("convert", "merge"):
+        write = convert
+        if verb == "merge":
+            from transformers.utils import logging
+
+            from toolkit.training.merging import merge as write
+
+            logging.set_verbosity_error()
+            logging.disable_progress_bar()
+        print(write(folder, Path(settings.pop("output")), **settings))  # noqa: T201
+        return 0
+    if verb == "show":
+        facts = judging.show(folder, **settings)
+    else:
+        against = settings["against"]
+        facts = judging.verify(folder, None if against is None else Path(against))
+    print(json.dumps(facts, indent=2) if as_json else "\n".join(judging.lines(facts)))  # noqa: T201
+    return 0 if facts.get("ok", True) else 1
+
+
+def main() -> None:
+    quiet()
+    settings = json.loads(sys.argv[1])
+    try:
+        code = run(folder=Path(settings.pop("folder")), **settings)
+    except (UsageError, SaveError, OSError) as error:
+        text = file_sentence(error) if isinstance(error, OSError) else str(error)
+        sys.stderr.write(f"toolkit: {text}\n")
+        code = 1 if is_full_disk(error) else 2
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()
