@@ -25,6 +25,7 @@ import launches
 import moving
 from killing import Run
 
+from toolkit.checkpoints.converting import convert
 from toolkit.launching.forking import SOCKET, warm_process
 
 LAUNCHES = (
@@ -37,10 +38,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The matrix of portable checkpoints.")
     parser.add_argument("--launches", nargs="+", default=LAUNCHES, metavar="STRATEGY:RANKS")
     parser.add_argument("--hub", help="only from and to this launch: each other's way through it")
+    parser.add_argument("--convert", action="store_true", help="save natively, and convert that")
     parser.add_argument("--model", help="folder of a model; none: the built-in one")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of toolkit.train")
     args = parser.parse_args()
     flags = [*args.flags, *(["--model_name_or_path", args.model] if args.model else [])]
+    flags += ["--checkpoint_form", "native"] if args.convert else []
     print(f"{platform.machine()}, {os.cpu_count()} cores, flags: {' '.join(flags) or 'none'}\n")
     print("| saved under | goes on under | loss | gradient norm | gradient | update | |")
     print("|---|---|---|---|---|---|---|")
@@ -70,17 +73,23 @@ def matrix(
     for writer in names:
         wrote = run(writer)
         wrote.go()
+        checkpoint = wrote.output / f"checkpoint-{moving.SAVED}"
+        if "native" in flags:
+            checkpoint = convert(checkpoint, wrote.output.parent / "moved")
         for reader in names if hub in (None, writer) else [hub]:
-            problem, cells = judged(wrote, run(reader), "bf16" if "--bf16" in flags else "no")
+            precision = "bf16" if "--bf16" in flags else "no"
+            problem, cells = judged(wrote, run(reader), checkpoint, precision)
             wrong += problem is not None
             words = problem or "holds"
             print(f"| {writer} | {reader} | {' | '.join(cells)} | {words} |", flush=True)
     return wrong
 
 
-def judged(wrote: Run, resumed: Run, precision: str) -> tuple[str | None, Iterator[str]]:
+def judged(
+    wrote: Run, resumed: Run, checkpoint: Path, precision: str
+) -> tuple[str | None, Iterator[str]]:
     try:
-        move = moving.moved(wrote, resumed)
+        move = moving.moved(wrote, resumed, checkpoint=checkpoint)
     except AssertionError as error:  # with all that the launch has said
         last = [line for line in str(error).splitlines() if line.strip()][-12:]
         return " ".join(last)[-900:], iter(["", "", "", ""])

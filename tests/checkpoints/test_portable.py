@@ -9,6 +9,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
 from toolkit import environment
 from toolkit.checkpoints import portable, portable_files
+from toolkit.checkpoints.converting import convert
 from toolkit.checkpoints.portable_files import OPTIMIZER, PORTABLE, STATE_FILE, WEIGHTS, Parts
 from toolkit.errors import UsageError
 from toolkit.strategies import STRATEGIES
@@ -51,6 +52,20 @@ def test_it_goes_on_in_another_launch(run_on, writer, reader, flags):
     (before, ranks), (after, others) = (name.split(":") for name in (writer, reader))
     assert f"{ranks} ranks under {before} wrote that checkpoint, and {others} ranks" in move.said
     assert resumed.first_step() == moving.SAVED + 1
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [("zero2:2", "fsdp:1"), ("fsdp:2", "zero3:4"), ("zero3:2", "ddp:2"), ("single:1", "zero1:2")],
+)
+def test_a_native_one_is_converted_and_goes_on(run_on, tmp_path, writer, reader):
+    wrote = run_on(writer, "--checkpoint_form", "native")
+    wrote.go()
+    native = wrote.output / f"checkpoint-{moving.SAVED}"
+    convert(native, tmp_path / "moved")
+    resumed = run_on(reader)
+    move = moving.moved(wrote, resumed, checkpoint=tmp_path / "moved" / native.name)
+    assert move.problem() is None
 
 
 @pytest.fixture
