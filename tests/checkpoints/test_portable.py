@@ -55,15 +55,20 @@ def test_it_goes_on_in_another_launch(run_on, writer, reader, flags):
 
 
 @pytest.mark.parametrize(
-    ("writer", "reader"),
-    [("zero2:2", "fsdp:1"), ("fsdp:2", "zero3:4"), ("zero3:2", "ddp:2"), ("single:1", "zero1:2")],
+    ("writer", "reader", "flags"),
+    [
+        ("zero2:2", "fsdp:1", ()),
+        ("fsdp:2", "zero3:4", ()),
+        ("single:1", "zero1:2", ()),
+        ("zero3:2", "ddp:2", ("--method", "lora")),
+    ],
 )
-def test_a_native_one_is_converted_and_goes_on(run_on, tmp_path, writer, reader):
-    wrote = run_on(writer, "--checkpoint_form", "native")
+def test_a_native_one_is_converted_and_goes_on(run_on, tmp_path, writer, reader, flags):
+    wrote = run_on(writer, *flags, "--checkpoint_form", "native")
     wrote.go()
     native = wrote.output / f"checkpoint-{moving.SAVED}"
     convert(native, tmp_path / "moved")
-    resumed = run_on(reader)
+    resumed = run_on(reader, *flags)
     move = moving.moved(wrote, resumed, checkpoint=tmp_path / "moved" / native.name)
     assert move.problem() is None
 

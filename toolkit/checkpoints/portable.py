@@ -23,6 +23,7 @@ from toolkit.checkpoints.portable_files import (
     parameter_and_state,
     state_key,
 )
+from toolkit.checkpoints.stored import name_in_model
 from toolkit.engines.backend import backend_of
 from toolkit.engines.base import Backend, Parameter
 from toolkit.engines.tensors import elements_of, shape_of
@@ -64,7 +65,7 @@ def write_portable(draft: Path, wrapped: Wrapped, *, step: int, strategy: str) -
             failed = error
     try:
         if here == 0:
-            for name, buffer in backend.persistent_buffers():
+            for name, buffer in _buffers(backend).items():
                 weights.add(name, buffer)
             content = _state_of(backend, wrapped, step=step, strategy=strategy)
             write_json(folder / STATE_FILE, content)
@@ -89,7 +90,9 @@ def read_portable(checkpoint: Path, wrapped: Wrapped) -> None:
     for key in states:
         name, state = parameter_and_state(key)
         of_parameter.setdefault(name, {})[state] = states[key]
-    backend.set_full_states(wrapped.optimizer, lambda name: of_parameter.get(name, {}))
+    backend.set_full_states(
+        wrapped.optimizer, lambda name: of_parameter.get(name_in_model(name), {})
+    )
     _set_rates(backend, wrapped, saved["groups"])
     plain = wrapped.scheduler.state_dict() | saved["scheduler"]
     for name, rate in _OF_GROUPS.items():
@@ -102,7 +105,7 @@ def read_portable(checkpoint: Path, wrapped: Wrapped) -> None:
 def read_weights(weights: Parts, checkpoint: Path, wrapped: Wrapped) -> None:
     """Read the weights alone; a collective."""
     backend = backend_of(wrapped.model)
-    buffers = dict(backend.persistent_buffers())
+    buffers = _buffers(backend)
     kept = dict(_kept(backend, wrapped))
     _require_same_model(checkpoint, weights, {n: shape_of(p) for n, p in (kept | buffers).items()})
     for name, parameter in kept.items():
@@ -116,9 +119,17 @@ def is_portable(checkpoint: Path) -> bool:
     return (checkpoint / PORTABLE / STATE_FILE).is_file()
 
 
+def _named(backend: Backend) -> list[tuple[str, Parameter]]:
+    return [(name_in_model(name), parameter) for name, parameter in backend.full_parameters()]
+
+
+def _buffers(backend: Backend) -> dict[str, torch.Tensor]:
+    return {name_in_model(name): buffer for name, buffer in backend.persistent_buffers()}
+
+
 def _kept(backend: Backend, wrapped: Wrapped) -> list[tuple[str, Parameter]]:
     alone = wrapped.trains_adapters_alone
-    return [(n, p) for n, p in backend.full_parameters() if _trains(p) or not alone]
+    return [(name, p) for name, p in _named(backend) if _trains(p) or not alone]
 
 
 def _trains(parameter: Parameter) -> bool:
@@ -150,7 +161,7 @@ def _require_same_model(
 
 
 def _state_of(backend: Backend, wrapped: Wrapped, *, step: int, strategy: str) -> PortableState:
-    names = {id(parameter): name for name, parameter in backend.full_parameters()}
+    names = {id(parameter): name for name, parameter in _named(backend)}
     groups = [
         Group(
             names=[names[id(parameter)] for parameter in parameters],
@@ -172,11 +183,17 @@ def _state_of(backend: Backend, wrapped: Wrapped, *, step: int, strategy: str) -
 
 
 def _set_rates(backend: Backend, wrapped: Wrapped, saved: list[Group]) -> None:
-    names = {id(parameter): name for name, parameter in backend.full_parameters()}
+    names = {id(parameter): name for name, parameter in _named(backend)}
     of_name = {name: group for group in saved for name in group["names"]}
     for number, (group, parameters) in enumerate(backend.parameter_groups(wrapped.optimizer)):
-        # A group without parameters, as workers of a parameter server have: by its place.
-        found = of_name[names[id(parameters[0])]] if parameters else saved[number]
+        if parameters:
+            found = of_name.get(names[id(parameters[0])])
+        else:
+            # By its place: workers of a parameter server have no parameters in any group, and
+            # DeepSpeed drops the group without decay where adapters alone are trained.
+            found = saved[min(number, len(saved) - 1)] if saved else None
+        if found is None:  # of another library's files, which may tell no rates
+            continue
         group["lr"] = found["lr"]
         if found["initial_lr"] is not None:
             group["initial_lr"] = found["initial_lr"]
