@@ -1,4 +1,4 @@
-"""The two tiers, and what tests of whole launches share: a cache, a launcher with an end."""
+"""The two tiers and the sweeps, and what tests of whole launches share: a cache, a launcher."""
 
 import gc
 import itertools
@@ -49,15 +49,18 @@ OF_LAUNCHES = {"launch_environment", "cold_environment", "warm_environment"}
 
 
 def pytest_itemcollected(item):
-    if OF_LAUNCHES & {*item.fixturenames} and not item.get_closest_marker("short"):
+    if OF_LAUNCHES & {*item.fixturenames} and not {"short", "sweep"} & {*item.keywords}:
         item.add_marker("long")
 
 
 def pytest_collection_modifyitems(config, items):
     """Leave out the long tests, unless they are asked for, and run the files that launch first.
 
-    Short tests then fill the gap at the end of a worker.
+    Short tests then fill the gap at the end of a worker. Sweeps run where they are named.
     """
+    if not _named(config) and "sweep" not in config.option.markexpr:
+        config.hook.pytest_deselected(items=[item for item in items if "sweep" in item.keywords])
+        items[:] = [item for item in items if "sweep" not in item.keywords]
     if not config.option.all:
         left_out = [item for item in items if "long" in item.keywords]
         config.hook.pytest_deselected(items=left_out)

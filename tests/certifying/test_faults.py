@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from certificates import broken
+from certificates import broken, tiered
 from places import ROOT, SCRIPTS
 from rich.console import Console
 
@@ -49,6 +49,20 @@ LOOP = {
     "frozen_when_prepared": {"attested"},
     "other_loss_on_one_rank": {"size of the loss", "first step"},
 }
+SWEPT = {
+    "packed_beside_a_cache",
+    "some_rows_empty",
+    "padding_is_eos",
+    "split_by_hand",
+    "frozen_written",
+    "left_out_of_the_optimizer",
+    "called_past_its_wrapper",
+    "not_reduced",
+    "samplers_seeded_apart",
+    "frozen_when_prepared",
+    "divided_by_all",
+}
+
 TRAINER = {
     "means_added_up": {"size of the loss", "logged loss"},
     "divided_by_all": {"size of the loss", "logged loss"},
@@ -56,7 +70,7 @@ TRAINER = {
 }
 
 
-@pytest.mark.parametrize("fault", LOOP)
+@pytest.mark.parametrize("fault", tiered(LOOP, SWEPT))
 def test_a_fault_of_a_loop_is_named(fault, certificate_of):
     """Where the ranks' work differs from that of one process, this is named beside its cause."""
     checks, _, said = certificate_of("faulty_loop.py", fault)
@@ -127,7 +141,7 @@ def test_packed_texts_that_are_kept_apart_hold(certificate_of):
     assert checks["packed rows"]["answer"] == "holds", said
 
 
-@pytest.mark.parametrize("fault", TRAINER)
+@pytest.mark.parametrize("fault", tiered(TRAINER, SWEPT))
 def test_a_fault_of_a_trainer_is_named(fault, certificate_of, tmp_path):
     checks, _, said = certificate_of("faulty_trainer.py", fault, tmp_path)
     assert broken(checks) == TRAINER[fault], said

@@ -44,7 +44,7 @@ TEXTS = ("def add(a, b):\n    return a + b\n", "def subtract(a, b):\n    return 
 EVALUATES = ("ddp", "zero1")
 """Cases that evaluate and sample as well, one under each engine."""
 
-COLD = ("zero1",)
+COLD = ("single",)
 """A case that imports everything itself. That both kinds of start train the same is tested in
 test_fork_server.py."""
 
