@@ -98,12 +98,14 @@ def pytest_terminal_summary(terminalreporter, config):
     seconds = Counter()
     for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):
-            tier = "long" if "long" in report.keywords else "short"
+            tier = next((name for name in ("sweep", "long") if name in report.keywords), "short")
             seconds[_room(report.nodeid), tier] += report.duration
-    terminalreporter.write_line("seconds of workers, by room: those of short tests, of long ones")
+    terminalreporter.write_line(
+        "seconds of workers, by room: those of short tests, of long ones, of sweeps"
+    )
     for room in sorted({room for room, _ in seconds}):
-        short, long = seconds[room, "short"], seconds[room, "long"]
-        terminalreporter.write_line(f"{room:>14} {short:6.0f} {long:6.0f}")
+        short, long, sweep = (seconds[room, tier] for tier in ("short", "long", "sweep"))
+        terminalreporter.write_line(f"{room:>14} {short:6.0f} {long:6.0f} {sweep:6.0f}")
 
 
 def _room(nodeid):

@@ -59,7 +59,8 @@ AT_A_HIGH_RATE = (
     "clipped_by_the_norm_of_a_shard",
     "half_the_gradient_of_one_norm",
 )
-"""Some of the 14 faults that act before rounding can; benchmarks/faults_by_precision.py has all."""
+SWEPT = [n for n in FAULTS if FAULTS[n] != {"weights"} and n not in AT_A_HIGH_RATE]
+"""Both have the faults that part a run from its control before rounding can."""
 
 
 def tiered(names):
@@ -92,6 +93,13 @@ def fast(runs: Path, launch_environment) -> None:
     start("single", folder, [model, runs / "control", *controls], launch_environment)
     names = [f"fast/{name}" for name in ("clean", *AT_A_HIGH_RATE)]
     start("ddp", folder, [model, runs, *names], launch_environment)
+
+
+@pytest.fixture(scope="module")
+def swept(fast, runs: Path, launch_environment) -> None:
+    """Add those of the other faults."""
+    names = [f"fast/{name}" for name in SWEPT]
+    start("ddp", runs / "swept", [runs / "model", runs, *names], launch_environment)
 
 
 @pytest.fixture(scope="module")
@@ -189,5 +197,13 @@ def test_at_a_high_learning_rate_a_sound_run_is_judged_up_to_the_step_where_roun
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("fault", AT_A_HIGH_RATE)
 def test_at_a_high_learning_rate_a_fault_is_still_no_rounding(judged, fault: str) -> None:
+    judgement = judged(f"fast/{fault}", rounding=True)
+    assert judgement.broken, judgement
+
+
+@pytest.mark.sweep
+@pytest.mark.usefixtures("swept")
+@pytest.mark.parametrize("fault", SWEPT)
+def test_nor_is_any_other_fault(judged, fault: str) -> None:
     judgement = judged(f"fast/{fault}", rounding=True)
     assert judgement.broken, judgement
