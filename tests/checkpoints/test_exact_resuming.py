@@ -52,6 +52,13 @@ test_fork_server.py."""
 SHORT = ("ddp", "zero1", "fsdp", "tensor", "pipeline", "parameter_server")
 """One of each kind of engine, for the short tier."""
 
+SWEPT = ("zero3_offload", "fsdp_grad_op", "tensor_ddp")
+"""Those with the states of others: zero3_nvme's off the disk, fsdp's, and tensor's."""
+
+
+def tier_of(case):
+    return pytest.mark.short if case in SHORT else pytest.mark.sweep if case in SWEPT else ()
+
 
 def test_no_strategy_is_left_out():
     assert {strategy for strategy, *_ in CASES.values()} | {"zero2"} == set(STRATEGIES)
@@ -59,7 +66,8 @@ def test_no_strategy_is_left_out():
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.short] * (case in SHORT)) for case in CASES]
+    "case",
+    [pytest.param(case, marks=tier_of(case)) for case in CASES],
 )
 def test_resumed_from_within_an_epoch_it_goes_on_bit_for_bit(
     run_of, dropout_model, dropout_llama, tmp_path, case
