@@ -31,7 +31,7 @@ def main() -> int:
         code = subprocess.run([*command, *sys.argv[1:]], cwd=ROOT, check=False).returncode
         cases = [*ElementTree.parse(results).iter("testcase")]
     versions = environment.snapshot()["versions"]
-    print(f"\n{len(cases)} cases in {time.time() - started:.0f} s on {os.cpu_count()} CPU cores; ")
+    print(f"\n{len(cases)} cases in {time.time() - started:.0f} s on {os.cpu_count()} CPU cores;")
     print(", ".join(f"{name} {version}" for name, version in versions.items() if version))
     print("\n| test | passed | skipped | failed |\n|---|---|---|---|")
     ends: dict[str, Counter[str]] = defaultdict(Counter)
