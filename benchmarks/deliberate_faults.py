@@ -60,9 +60,9 @@ LONGEST = 300
 
 STRATEGIES = (
     "tests/test_every_strategy.py::"
-    "test_six_strategies_and_both_engines_are_twelve_rows_with_every_gate_held"
+    "test_six_strategies_of_an_engine_are_six_rows_with_every_gate_held"
 )
-"""The other tests of the file set up a comparison of 173 seconds on two quiet cores."""
+"""The other tests of the file set up a comparison of fourteen further strategies."""
 
 OF_AN_INSTALLATION = "tests/test_search_path.py"
 """It needs an environment with packages of its own, which a copy has not."""

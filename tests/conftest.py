@@ -1,4 +1,4 @@
-"""The two tiers, and what tests of whole launches share: a cache, a launcher with an end."""
+"""The two tiers and the sweeps, and what tests of whole launches share: a cache, a launcher."""
 
 import gc
 import itertools
@@ -49,15 +49,18 @@ OF_LAUNCHES = {"launch_environment", "cold_environment", "warm_environment"}
 
 
 def pytest_itemcollected(item):
-    if OF_LAUNCHES & {*item.fixturenames} and not item.get_closest_marker("short"):
+    if OF_LAUNCHES & {*item.fixturenames} and not {"short", "sweep"} & {*item.keywords}:
         item.add_marker("long")
 
 
 def pytest_collection_modifyitems(config, items):
     """Leave out the long tests, unless they are asked for, and run the files that launch first.
 
-    Short tests then fill the gap at the end of a worker.
+    Short tests then fill the gap at the end of a worker. Sweeps run where they are named.
     """
+    if not _named(config) and "sweep" not in config.option.markexpr:
+        config.hook.pytest_deselected(items=[item for item in items if "sweep" in item.keywords])
+        items[:] = [item for item in items if "sweep" not in item.keywords]
     if not config.option.all:
         left_out = [item for item in items if "long" in item.keywords]
         config.hook.pytest_deselected(items=left_out)
@@ -95,12 +98,14 @@ def pytest_terminal_summary(terminalreporter, config):
     seconds = Counter()
     for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):
-            tier = "long" if "long" in report.keywords else "short"
+            tier = next((name for name in ("sweep", "long") if name in report.keywords), "short")
             seconds[_room(report.nodeid), tier] += report.duration
-    terminalreporter.write_line("seconds of workers, by room: those of short tests, of long ones")
+    terminalreporter.write_line(
+        "seconds of workers, by room: those of short tests, of long ones, of sweeps"
+    )
     for room in sorted({room for room, _ in seconds}):
-        short, long = seconds[room, "short"], seconds[room, "long"]
-        terminalreporter.write_line(f"{room:>14} {short:6.0f} {long:6.0f}")
+        short, long, sweep = (seconds[room, tier] for tier in ("short", "long", "sweep"))
+        terminalreporter.write_line(f"{room:>14} {short:6.0f} {long:6.0f} {sweep:6.0f}")
 
 
 def _room(nodeid):

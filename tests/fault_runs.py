@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import launches
+import pytest
 
 from toolkit.comparing.bisect.run_pair import TracedRun
 from toolkit.comparing.parity.gates import Judgement, judge
@@ -18,6 +20,21 @@ from toolkit.records.record import read_record
 from toolkit.strategies import get_strategy
 
 SCRIPT = Path(__file__).parent / "faults" / "train_with_faults.py"
+
+OF_EVERY_STRATEGY = {
+    "other_data_order",
+    "other_initial_weights",
+    "adam_for_adamw",
+    "learning_rate_doubled",
+    "dropout_with_a_seed_per_rank",
+    "scheduler_stepped_by_every_rank",
+    "not_clipped",
+    "adam_epsilon_1e_6",
+    "no_weight_decay",
+    "gradients_rounded_to_bf16",
+    "gradients_doubled",
+}
+"""Faults of test_parity_faults.py that no way to split a model makes another."""
 
 
 def write_model(folder: Path) -> Path:
@@ -77,6 +94,36 @@ def start_all(
     names = [*flags, folder, "clean", *faults]
     start(strategy, folder, names, environment, script=script, ranks=ranks)
     return folder
+
+
+def start_more(
+    script: Path,
+    folder: Path,
+    flags: list[object],
+    faults: Iterable[str],
+    environment: Mapping[str, str],
+    *,
+    strategy: str = "ddp",
+    ranks: int = 2,
+) -> None:
+    """Add a run with each of these faults to those of `start_all`."""
+    names = ["--few", *flags, folder, *faults]
+    start(strategy, folder / "more", names, environment, script=script, ranks=ranks)
+
+
+def split(faults: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the faults of the long tier, and those of the sweep."""
+    names = [*faults]
+    swept = [name for name in names if name in OF_EVERY_STRATEGY]
+    return [name for name in names if name not in swept], swept
+
+
+def with_sweep(faults: Iterable[str]) -> list[Any]:
+    """Return faults as parameters; those of every strategy are a sweep of this one."""
+    return [
+        pytest.param(name, marks=[pytest.mark.sweep] * (name in OF_EVERY_STRATEGY))
+        for name in faults
+    ]
 
 
 def judged(runs: Path, name: str) -> Judgement:

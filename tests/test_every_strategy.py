@@ -3,7 +3,11 @@
 import itertools
 import json
 import math
+import subprocess
 from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +25,7 @@ from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.of_run import job_of
 from toolkit.planning.speed.traffic import collectives, textbook
 from toolkit.records.record import FILLER_ID, read_record
-from toolkit.records.results import read_results
+from toolkit.records.results import Results, read_results
 from toolkit.strategies import STRATEGIES
 from toolkit.training.model import build_model
 
@@ -39,66 +43,106 @@ STEPS = 7
 EVAL_ROWS = 13
 
 FLAGS = (
-    *("--max_train_samples", ROWS, "--validation_split_percentage", 1),
-    # After each step, the one before the probe too; 13 rows are no multiple of 3.
-    *("--max_eval_samples", EVAL_ROWS, "--eval_steps", 1, "--per_device_eval_batch_size", 3),
+    *("--max_train_samples", ROWS, "--validation_split_percentage", 1, "--sample_prompts", 1),
+    # 13 rows are no multiple of 3.
+    *("--max_eval_samples", EVAL_ROWS, "--per_device_eval_batch_size", 3),
 )
+EVAL_STEPS = {"trainer": 1, "loop": 1, "others": 3}
+"""Of the six after each step, the one before the probe too."""
 
 DATA = DataArguments(
     max_train_samples=ROWS, validation_split_percentage=1, max_eval_samples=EVAL_ROWS
 )
 """What the flags say."""
 
+OPTIONS = {
+    # Parity on ragged rows, and speed on packed ones.
+    "trainer": (USUAL, "--engine", "trainer", "--throughput_steps", 4),
+    "loop": (USUAL, "--engine", "loop", "--throughput_steps", 4),
+    "others": (OTHERS, "--throughput_steps", 0),
+}
+"""The comparisons: the six under each engine, and the others; a control is added to those."""
+
+BY_ENGINE = ("trainer", pytest.param("loop", marks=pytest.mark.long))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """A comparison that has ended."""
+
+    kind: str
+    done: subprocess.CompletedProcess[str]
+    folder: Path
+    results: Results
+
+    @property
+    def rows(self):
+        return {row["strategy"]: row for row in self.results["runs"]}
+
+    @property
+    def trained(self):
+        """Rows of the strategies that this machine can run."""
+        return {name: row for name, row in self.rows.items() if row["status"] != "skipped"}
+
+    def folder_of(self, strategy):
+        return self.folder / self.rows[strategy]["folder"]
+
 
 @pytest.fixture(scope="module")
-def usual(toolkit, tmp_path_factory):
-    """The six under both engines, parity on ragged rows and speed on packed ones."""
-    folder = tmp_path_factory.mktemp("usual") / "runs"
-    done = toolkit(
-        *("compare", "--strategies", ",".join(USUAL), "--engine", "both", "--output", folder),
-        *("--max_steps", STEPS, "--throughput_steps", 4, "--", *FLAGS),
-    )
-    return done, folder, read_results(folder)
+def compare(toolkit):
+    """Start one of the comparisons."""
 
-
-@pytest.fixture(scope="module")
-def others(toolkit, tmp_path_factory):
-    """The others, evaluated less often. Their control is added by the comparison."""
-    folder = tmp_path_factory.mktemp("others") / "runs"
-    done = toolkit(
-        *("compare", "--strategies", ",".join(OTHERS), "--output", folder),
-        *("--max_steps", STEPS, "--throughput_steps", 0, "--", *FLAGS, "--eval_steps", 3),
-    )
-    return done, folder, read_results(folder)
-
-
-def rows(comparison):
-    return {(row["strategy"], row["engine"]): row for row in comparison[2]["runs"]}
-
-
-def test_six_strategies_and_both_engines_are_twelve_rows_with_every_gate_held(usual):
-    done, _, results = usual
-    assert done.returncode == 0, done.stdout
-    found = rows(usual)
-    assert set(found) == {(name, engine) for name in USUAL for engine in ("trainer", "loop")}
-    for key, row in found.items():
-        assert row["status"] == "ok", (key, row["reason"])
-        assert row["gates"].keys() >= {"loss", "grad_norm", "weights", "data"} or key == (
-            "single",
-            "trainer",
+    def start(kind, folder, timeout=1200):
+        strategies, *options = OPTIONS[kind]
+        done = toolkit(
+            *("compare", "--strategies", ",".join(strategies), "--output", folder, *options),
+            *("--max_steps", STEPS, "--", *FLAGS, "--eval_steps", EVAL_STEPS[kind]),
+            timeout=timeout,
         )
-        assert all(row["gates"].values()), (key, row["broken"])
+        return Compared(kind=kind, done=done, folder=folder, results=read_results(folder))
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def compared(compare, tmp_path_factory):
+    """Return one of the comparisons, which is made once."""
+    return cache(lambda kind: compare(kind, tmp_path_factory.mktemp(kind) / "runs"))
+
+
+@pytest.fixture(params=BY_ENGINE)
+def usual(request, compared):
+    return compared(request.param)
+
+
+@pytest.fixture
+def others(compared):
+    return compared("others")
+
+
+@pytest.fixture(params=["others", *BY_ENGINE])
+def comparison(request, compared):
+    return compared(request.param)
+
+
+def test_six_strategies_of_an_engine_are_six_rows_with_every_gate_held(usual):
+    assert usual.done.returncode == 0, usual.done.stdout
+    assert [(row["strategy"], row["engine"]) for row in usual.results["runs"]] == [
+        (name, usual.kind) for name in USUAL
+    ]
+    for name, row in usual.rows.items():
+        assert row["status"] == "ok", (name, row["reason"])
+        assert name == "single" or row["gates"].keys() >= {"loss", "grad_norm", "weights", "data"}
+        assert all(row["gates"].values()), (name, row["broken"])
         assert_equal_gradients(row)
         assert row["tokens_per_second"] > 0
-    assert results["control"]["strategy"] == "single"
+    assert usual.results["control"]["strategy"] == "single"
 
 
 def test_the_others_train_too_or_say_truly_why_not(others):
-    done, folder, _ = others
-    assert done.returncode == 0, done.stdout
-    found = rows(others)
-    assert {name for name, _ in found} == {*OTHERS, "single"}
-    for (name, _), row in found.items():
+    assert others.done.returncode == 0, others.done.stdout
+    assert others.rows.keys() == {*OTHERS, "single"}
+    for name, row in others.rows.items():
         missing = environment.missing_for(STRATEGIES[name])
         if missing is not None:
             assert row["status"] == "skipped"
@@ -107,10 +151,10 @@ def test_the_others_train_too_or_say_truly_why_not(others):
         assert row["status"] == "ok", (name, row["reason"], row["tail"])
         assert all(row["gates"].values()), (name, row["broken"])
         assert_equal_gradients(row)
-    assert found["fsdp_hybrid", "trainer"]["num_processes"] == 4
-    assert "replicas 2 x tensor 2" in (folder / "report.md").read_text()
-    mesh = found["tensor_ddp", "loop"]
-    assert read_record(folder / mesh["folder"])["data_parallel_size"] == 2
+    assert others.rows["fsdp_hybrid"]["num_processes"] == 4
+    assert "replicas 2 x tensor 2" in (others.folder / "report.md").read_text()
+    assert others.rows["tensor_ddp"]["engine"] == "loop"
+    assert read_record(others.folder_of("tensor_ddp"))["data_parallel_size"] == 2
 
 
 def assert_equal_gradients(row):
@@ -120,26 +164,21 @@ def assert_equal_gradients(row):
 
 
 def test_every_row_is_trained_exactly_once_in_each_epoch(
-    usual, others, launch_environment, monkeypatch
+    comparison, launch_environment, monkeypatch
 ):
     monkeypatch.setenv("TOOLKIT_CACHE", launch_environment["TOOLKIT_CACHE"])
     left = prepare_data(DATA, build_model()).load()["sample_id"][:]
     assert len(set(left)) == ROWS
-    for _, folder, results in (usual, others):
-        for row in results["runs"]:
-            if row["status"] == "skipped":
-                continue
-            steps = read_record(folder / row["folder"])["sample_ids"]
-            for epoch in (steps[0:3], steps[3:6]):
-                read = Counter(i for step in epoch for rank in step for i in rank)
-                assert read.pop(FILLER_ID) == 3 * 8 - ROWS, row["name"]
-                assert read == Counter(left), row["name"]
+    for name in comparison.trained:
+        steps = read_record(comparison.folder_of(name))["sample_ids"]
+        for epoch in (steps[0:3], steps[3:6]):
+            read = Counter(i for step in epoch for rank in step for i in rank)
+            assert read.pop(FILLER_ID) == 3 * 8 - ROWS, name
+            assert read == Counter(left), name
 
 
-def test_each_strategy_proves_what_engaged(usual, others):
-    for (name, _), row in {**rows(usual), **rows(others)}.items():
-        if row["status"] == "skipped":
-            continue
+def test_each_strategy_proves_what_engaged(comparison):
+    for name, row in comparison.trained.items():
         strategy = STRATEGIES[name]
         engaged = row["attestation"]["engaged"]
         ranks = row["num_processes"]
@@ -164,68 +203,55 @@ def test_each_strategy_proves_what_engaged(usual, others):
 
 def test_state_bytes_equal_their_formula(usual):
     """fp32: parameters 4, masters 4 under DeepSpeed, gradients 4, AdamW 8, halved where sharded."""
-    found = rows(usual)
-    folder = usual[1] / "single-trainer-1"
-    parameters = read_record(folder)["model"]["parameters"]
-    tensors = len(_keys(folder / "final" / "model.safetensors"))
-    for engine in ("trainer", "loop"):
-        bytes_of = {name: found[name, engine]["memory"] for name in USUAL}
-        whole = 4 * parameters
-        for name in ("single", "ddp"):
-            assert bytes_of[name]["parameters_bytes"] == whole
-            assert bytes_of[name]["gradients_bytes"] == whole
-            assert bytes_of[name]["optimizer_bytes"] == 2 * whole + 4 * tensors
-            assert bytes_of[name]["master_bytes"] == 0
-        assert bytes_of["fsdp"]["parameters_bytes"] == whole // 2
-        assert bytes_of["fsdp"]["gradients_bytes"] == whole // 2
-        assert bytes_of["fsdp"]["optimizer_bytes"] == whole + 4 * tensors
-        for name in ("zero1", "zero2"):
-            assert bytes_of[name]["parameters_bytes"] == whole
-        for name in ("zero1", "zero2", "zero3"):
-            assert bytes_of[name]["master_bytes"] == whole // 2
-            # One step counter for each of the two groups: decayed and not.
-            assert bytes_of[name]["optimizer_bytes"] == whole + 2 * 4
-        assert bytes_of["zero3"]["gradients_bytes"] == whole // 2
-        # Half of everything, and the norms, which stay whole beside their halves.
-        persistent = 4 * sum(
-            size for size in _sizes(folder / "final" / "model.safetensors") if size <= 192
-        )
-        assert bytes_of["zero3"]["parameters_bytes"] == whole // 2 + persistent
-        # Sharded gradients, each group padded to DeepSpeed's alignment.
-        for name in ("zero1", "zero2"):
-            assert 0 <= bytes_of[name]["gradients_bytes"] - whole // 2 <= 1024
+    final = usual.folder_of("single") / "final" / "model.safetensors"
+    whole = 4 * read_record(usual.folder_of("single"))["model"]["parameters"]
+    tensors = len(_keys(final))
+    bytes_of = {name: row["memory"] for name, row in usual.rows.items()}
+    for name in ("single", "ddp"):
+        assert bytes_of[name]["parameters_bytes"] == whole
+        assert bytes_of[name]["gradients_bytes"] == whole
+        assert bytes_of[name]["optimizer_bytes"] == 2 * whole + 4 * tensors
+        assert bytes_of[name]["master_bytes"] == 0
+    assert bytes_of["fsdp"]["parameters_bytes"] == whole // 2
+    assert bytes_of["fsdp"]["gradients_bytes"] == whole // 2
+    assert bytes_of["fsdp"]["optimizer_bytes"] == whole + 4 * tensors
+    for name in ("zero1", "zero2"):
+        assert bytes_of[name]["parameters_bytes"] == whole
+    for name in ("zero1", "zero2", "zero3"):
+        assert bytes_of[name]["master_bytes"] == whole // 2
+        # One step counter for each of the two groups: decayed and not.
+        assert bytes_of[name]["optimizer_bytes"] == whole + 2 * 4
+    assert bytes_of["zero3"]["gradients_bytes"] == whole // 2
+    # Half of everything, and the norms, which stay whole beside their halves.
+    persistent = 4 * sum(size for size in _sizes(final) if size <= 192)
+    assert bytes_of["zero3"]["parameters_bytes"] == whole // 2 + persistent
+    # Sharded gradients, each group padded to DeepSpeed's alignment.
+    for name in ("zero1", "zero2"):
+        assert 0 <= bytes_of[name]["gradients_bytes"] - whole // 2 <= 1024
 
 
-def test_the_counted_peak_lies_where_the_planner_expects_it(usual, others):
+def test_the_counted_peak_lies_where_the_planner_expects_it(comparison):
     outside, widths = {}, {}
-    for _, _, results in (usual, others):
-        for row in results["runs"]:
-            if row["status"] == "skipped":
-                continue
-            ends, counted = row["predicted"]["counted_bytes"], row["peak"]["total_bytes"]
-            if row["predicted"]["errors"]["counted_bytes"]:
-                outside[row["name"]] = (counted, ends)
-            widths[row["name"]] = (ends["high"] - ends["low"]) / counted
+    for name, row in comparison.trained.items():
+        ends, counted = row["predicted"]["counted_bytes"], row["peak"]["total_bytes"]
+        if row["predicted"]["errors"]["counted_bytes"]:
+            outside[name] = (counted, ends)
+        widths[name] = (ends["high"] - ends["low"]) / counted
     assert not outside
     assert max(widths.values()) < 0.16, widths
 
 
 def test_the_order_of_peaks_is_the_one_that_theory_gives(usual):
-    found = rows(usual)
-    for engine in ("trainer", "loop"):
-        peaks = {name: found[name, engine]["peak"]["total_bytes"] for name in USUAL}
-        order = (("single", "ddp"), ("zero1",), ("zero2",), ("zero3", "fsdp"))
-        for more, less in itertools.pairwise(order):
-            lower = max(peaks[name] for name in less)
-            assert min(peaks[name] for name in more) > lower, (engine, peaks)
+    peaks = {name: row["peak"]["total_bytes"] for name, row in usual.rows.items()}
+    order = (("single", "ddp"), ("zero1",), ("zero2",), ("zero3", "fsdp"))
+    for more, less in itertools.pairwise(order):
+        assert min(peaks[name] for name in more) > max(peaks[name] for name in less), peaks
 
 
-def test_bytes_on_the_wire_equal_the_planner_and_the_rest_is_listed_apart(usual, others):
-    config = json.loads((usual[1] / "single-trainer-1" / "final" / "config.json").read_text())
+def test_bytes_on_the_wire_equal_the_planner_and_the_rest_is_listed_apart(comparison):
+    config = json.loads((comparison.folder_of("single") / "final" / "config.json").read_text())
     model = shape_from_config(config, name="built in")
-    for (name, engine), row in {**rows(usual), **rows(others)}.items():
-        if row["status"] == "skipped":
-            continue
+    for name, row in comparison.trained.items():
         job = PlannedJob(
             model=model,
             strategy=STRATEGIES[name],
@@ -250,85 +276,85 @@ def test_bytes_on_the_wire_equal_the_planner_and_the_rest_is_listed_apart(usual,
             if each.purpose in ("parameters", "gradients"):
                 key = (each.kind, each.purpose, "float32", each.ranks)
                 wanted[key] += each.payload_bytes
-        assert counted == wanted, (name, engine)
+        assert counted == wanted, name
         purposes = {each["purpose"] for each in found["collectives"]}
-        assert purposes.isdisjoint({"other", "bitmap"}), (name, engine)
+        assert purposes.isdisjoint({"other", "bitmap"}), name
         assert ("buffers" in purposes) is (name == "ddp")
 
 
-def test_what_is_sent_differs_from_the_papers_in_what_is_known_to_differ(usual, others):
-    psi = read_record(usual[1] / "single-trainer-1")["model"]["parameters"]
-    found = {**rows(usual), **rows(others)}
-    for engine in ("trainer", "loop"):
-        traffic = {name: found[name, engine]["traffic"] for name in USUAL}
-        assert traffic["ddp"]["sent_elements"] == traffic["ddp"]["textbook_elements"] == 2 * psi
-        # DeepSpeed all-reduces where the paper reduce-scatters, ZeRO-2 for each of 2 micro-batches.
-        assert traffic["zero1"]["sent_elements"] == 2 * psi + psi
-        assert traffic["zero1"]["textbook_elements"] == 2 * psi
-        assert traffic["zero2"]["sent_elements"] == 2 * 2 * psi + psi
-        equal = {name for name in USUAL if difference_in_words(found[name, engine]) == "equal"}
-        assert equal == {"ddp"}
-    # Gathered once for each micro-batch.
-    kept = found["fsdp_grad_op", "trainer"]["traffic"]
+def test_what_is_sent_differs_from_the_papers_in_what_is_known_to_differ(usual):
+    psi = read_record(usual.folder_of("single"))["model"]["parameters"]
+    traffic = {name: row["traffic"] for name, row in usual.rows.items()}
+    assert traffic["ddp"]["sent_elements"] == traffic["ddp"]["textbook_elements"] == 2 * psi
+    # DeepSpeed all-reduces where the paper reduce-scatters, ZeRO-2 for each of 2 micro-batches.
+    assert traffic["zero1"]["sent_elements"] == 2 * psi + psi
+    assert traffic["zero1"]["textbook_elements"] == 2 * psi
+    assert traffic["zero2"]["sent_elements"] == 2 * 2 * psi + psi
+    equal = {name for name, row in usual.rows.items() if difference_in_words(row) == "equal"}
+    assert equal == {"ddp"}
+
+
+def test_parameters_that_stay_are_gathered_once_for_each_micro_batch(others):
+    psi = read_record(others.folder_of("single"))["model"]["parameters"]
+    kept = others.rows["fsdp_grad_op"]["traffic"]
     assert kept["sent_elements"] == 2 * psi + psi
     assert kept["textbook_elements"] == psi + psi
 
 
-def test_the_planner_predicts_the_states_of_every_rank_to_the_byte(usual, others):
-    for _, folder, results in (usual, others):
-        for row in results["runs"]:
-            if row["status"] == "skipped":
-                continue
-            record = read_record(folder / f"{row['strategy']}-{row['engine']}-1")
-            counted = [{name: rank["memory"][name] for name in STATES} for rank in row["per_rank"]]
-            job = job_of(record)
-            predicted = [state_bytes(job, rank["rank"]).counted() for rank in record["per_rank"]]
-            assert predicted == counted, row["strategy"]
-            exact = dict.fromkeys((*STATES, "counted_bytes", "traffic_bytes"), 0)
-            assert row["predicted"]["errors"] == exact, row["strategy"]
-            # Buffers don't hide what is sharded: the states of a model this size are more.
-            estimate = estimate_memory(job)
-            held = estimate.states.total
-            reduced_in = sum(t.bytes.high for t in estimate.terms if "reduced in" in t.name)
-            assert held.in_memory + held.nvme > 2 * reduced_in, row["strategy"]
+def test_the_planner_predicts_the_states_of_every_rank_to_the_byte(comparison):
+    for name, row in comparison.trained.items():
+        record = read_record(comparison.folder_of(name))
+        counted = [{state: rank["memory"][state] for state in STATES} for rank in row["per_rank"]]
+        job = job_of(record)
+        predicted = [state_bytes(job, rank["rank"]).counted() for rank in record["per_rank"]]
+        assert predicted == counted, name
+        exact = dict.fromkeys((*STATES, "counted_bytes", "traffic_bytes"), 0)
+        assert row["predicted"]["errors"] == exact, name
+        # Buffers don't hide what is sharded: the states of a model this size are more.
+        estimate = estimate_memory(job)
+        held = estimate.states.total
+        reduced_in = sum(t.bytes.high for t in estimate.terms if "reduced in" in t.name)
+        assert held.in_memory + held.nvme > 2 * reduced_in, name
 
 
-def test_every_final_folder_loads_as_the_model_that_was_trained(usual, others):
+def test_every_final_folder_loads_as_the_model_that_was_trained(comparison):
     from transformers import AutoTokenizer
 
-    for _, folder, results in (usual, others):
-        for row in results["runs"]:
-            if row["status"] == "skipped":
-                continue
-            final = folder / f"{row['strategy']}-{row['engine']}-1" / "final"
-            model, report = AutoModelForCausalLM.from_pretrained(final, output_loading_info=True)
-            assert not report["missing_keys"], row["strategy"]
-            assert not report["unexpected_keys"], row["strategy"]
-            tokenizer = AutoTokenizer.from_pretrained(final)
-            prompt = tokenizer("def add(a, b):\n", return_tensors="pt")
-            assert model.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] > 3
+    for name in comparison.trained:
+        final = comparison.folder_of(name) / "final"
+        model, report = AutoModelForCausalLM.from_pretrained(final, output_loading_info=True)
+        assert not report["missing_keys"], name
+        assert not report["unexpected_keys"], name
+        tokenizer = AutoTokenizer.from_pretrained(final)
+        prompt = tokenizer("def add(a, b):\n", return_tensors="pt")
+        assert model.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] > 3
 
 
-def test_evaluations_are_equal_across_strategies_and_to_a_plain_computation(
-    usual, others, launch_environment, monkeypatch
+def test_evaluations_are_equal_across_strategies(comparison):
+    control = comparison.rows["single"]["evaluation"]
+    evaluated = {*range(0, STEPS, EVAL_STEPS[comparison.kind]), STEPS}
+    assert [each["step"] for each in control] == sorted(evaluated)
+    for name, row in comparison.trained.items():
+        assert row["gates"].get("evaluation", name == "single"), name
+        assert row["eval_loss_gap"] is None or row["eval_loss_gap"] <= 1e-5, name
+        assert {each["rows"] for each in row["evaluation"]} == {EVAL_ROWS}, name
+        assert {each["tokens"] for each in row["evaluation"]} == {control[0]["tokens"]}, name
+        assert row["evaluation"][-1]["loss"] < row["evaluation"][0]["loss"], name
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [("trainer", "fsdp"), pytest.param("loop", "zero3", marks=pytest.mark.long)],
+)
+def test_an_evaluation_is_equal_to_a_plain_computation(
+    kind, strategy, compared, launch_environment, monkeypatch
 ):
-    found = {**rows(usual), **rows(others)}
-    control = rows(usual)["single", "trainer"]["evaluation"]
-    assert [each["step"] for each in control] == list(range(STEPS + 1))
-    for key, row in found.items():
-        if row["status"] == "skipped":
-            continue
-        assert row["gates"].get("evaluation", key == ("single", "trainer")), key
-        assert row["eval_loss_gap"] is None or row["eval_loss_gap"] <= 1e-5, key
-        assert {each["rows"] for each in row["evaluation"]} == {EVAL_ROWS}, key
-        assert {each["tokens"] for each in row["evaluation"]} == {control[0]["tokens"]}, key
-        assert row["evaluation"][-1]["loss"] < row["evaluation"][0]["loss"], key
     monkeypatch.setenv("TOOLKIT_CACHE", launch_environment["TOOLKIT_CACHE"])
-    for name in ("zero3-loop-1", "fsdp-trainer-1"):
-        loss, tokens = plain_loss(usual[1] / name / "final")
-        last = read_record(usual[1] / name)["evaluation"][-1]
-        assert (last["loss"], last["tokens"]) == (pytest.approx(loss, abs=1e-5), tokens), name
-        assert last["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4), name
+    folder = compared(kind).folder_of(strategy)
+    loss, tokens = plain_loss(folder / "final")
+    last = read_record(folder)["evaluation"][-1]
+    assert (last["loss"], last["tokens"]) == (pytest.approx(loss, abs=1e-5), tokens)
+    assert last["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
 
 
 def plain_loss(folder):
@@ -345,40 +371,36 @@ def plain_loss(folder):
     return total / tokens, tokens
 
 
-def test_samples_are_equal_across_strategies_and_change_with_training(usual, others):
-    control = rows(usual)["single", "trainer"]["samples"]
-    assert len(control) == 2
-    for key, row in {**rows(usual), **rows(others)}.items():
-        if row["status"] != "skipped":
-            assert row["samples"] == control, key
-    assert all("):" in each["prompt"] for each in control)
-    assert all(each["before"] != each["after"] for each in control)
+def test_samples_are_equal_across_strategies_and_change_with_training(comparison):
+    (control,) = comparison.rows["single"]["samples"]
+    for name, row in comparison.trained.items():
+        assert row["samples"] == [control], name
+    assert "):" in control["prompt"]
+    assert control["before"] != control["after"]
 
 
 def test_the_report_shows_evaluations_and_samples(usual):
-    text = (usual[1] / "report.md").read_text()
+    text = (usual.folder / "report.md").read_text()
     assert "| eval loss | perplexity |" in text
     assert "## Evaluation" in text
     assert "| gate: evaluation |" in text
     assert "## Samples" in text
-    assert text.count("| every run |") == 2
+    assert text.count("| every run |") == 1
 
 
-def test_every_final_folder_has_a_card_of_its_own_training(usual, others):
-    for _, folder, results in (usual, others):
-        for row in results["runs"]:
-            if row["status"] == "skipped":
-                continue
-            text = (folder / row["folder"] / "final" / "README.md").read_text()
-            last = row["evaluation"][-1]
-            assert f"| {last['loss']:.4f} |" in text, row["name"]
-            assert f"{row['final_loss']:.4f} (last step)" in text, row["name"]
-            assert f"accelerate_configs/{row['strategy']}.yaml" in text, row["name"]
-            assert str(folder) not in text
+def test_every_final_folder_has_a_card_of_its_own_training(comparison):
+    for name, row in comparison.trained.items():
+        text = (comparison.folder_of(name) / "final" / "README.md").read_text()
+        last = row["evaluation"][-1]
+        assert f"| {last['loss']:.4f} |" in text, name
+        assert f"{row['final_loss']:.4f} (last step)" in text, name
+        assert f"accelerate_configs/{name}.yaml" in text, name
+        assert str(comparison.folder) not in text
 
 
 def test_a_run_folder_holds_the_command_that_anyone_can_run_again(usual):
-    folder = usual[1] / "zero2-loop-1"
+    folder = usual.folder_of("zero2")
+    assert folder.name == f"zero2-{usual.kind}-1"
     command = (folder / "command.txt").read_text()
     assert "accelerate launch --config_file " in command
     assert "-m toolkit.train" in command
@@ -387,37 +409,33 @@ def test_a_run_folder_holds_the_command_that_anyone_can_run_again(usual):
 
 
 def test_the_report_has_no_empty_cell(usual):
-    text = (usual[1] / "report.md").read_text()
+    text = (usual.folder / "report.md").read_text()
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert len(table) > 12
     assert "predicted" in text
     # Every row's traffic is what the planner said.
-    assert text.count("| equal |") == 12
+    assert text.count("| equal |") == len(USUAL)
     for line in table:
         assert all(cell.strip() for cell in line.strip("|").split("|")), line
 
 
 def test_time_is_told_by_phase_and_warm_up_apart(usual):
-    for key, row in rows(usual).items():
-        assert set(row["phases"]) == {"data", "forward", "backward", "optimizer", "other"}, key
+    for name, row in usual.rows.items():
+        assert set(row["phases"]) == {"data", "forward", "backward", "optimizer", "other"}, name
         for phase in ("forward", "backward", "optimizer"):
-            assert 0 < row["phases"][phase]["median"] < row["step_seconds"]["p90"], (key, phase)
+            assert 0 < row["phases"][phase]["median"] < row["step_seconds"]["p90"], (name, phase)
         # A forked rank may start in less time than its first step takes.
-        assert row["warm_up"]["start_seconds"] > 0, key
-        assert row["warm_up"]["first_step_seconds"] > 0, key
-        assert row["save_seconds"] > 0, key
-        assert 0 < row["supervised_tokens_per_second"] < row["tokens_per_second"], key
+        assert row["warm_up"]["start_seconds"] > 0, name
+        assert row["warm_up"]["first_step_seconds"] > 0, name
+        assert row["save_seconds"] > 0, name
+        assert 0 < row["supervised_tokens_per_second"] < row["tokens_per_second"], name
 
 
-def test_the_same_comparison_again_runs_nothing(usual, toolkit):
-    _, folder, before = usual
-    again = toolkit(
-        *("compare", "--strategies", ",".join(USUAL), "--engine", "both", "--output", folder),
-        *("--max_steps", STEPS, "--throughput_steps", 4, "--", *FLAGS),
-        timeout=60,
-    )
-    assert again.returncode == 0, again.stdout
-    assert read_results(folder)["runs"] == before["runs"]
+def test_the_same_comparison_again_runs_nothing(compare, compared):
+    first = compared("trainer")
+    again = compare("trainer", first.folder, timeout=60)
+    assert again.done.returncode == 0, again.done.stdout
+    assert again.results["runs"] == first.results["runs"]
 
 
 def _keys(path):

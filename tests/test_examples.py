@@ -15,8 +15,14 @@ SCRIPTS = ("trainer.py", "toolkit_trainer.py", "accelerate_loop.py", "trl_sft.py
 STRATEGIES = ("ddp", "zero2", "zero3", "fsdp")
 STEPS = 4
 COMMON = ("--max_steps", STEPS, "--learning_rate", 1e-3)
-SHORT = ("accelerate_loop.py", "zero3")
-"""The case of the short tier: the cheapest script, under the config that changes most."""
+TIERS = {
+    # The cheapest script, under the config that changes most.
+    ("accelerate_loop.py", "zero3"): pytest.mark.short,
+    ("trainer.py", "ddp"): pytest.mark.long,
+    ("toolkit_trainer.py", "fsdp"): pytest.mark.long,
+    ("trl_sft.py", "zero2"): pytest.mark.long,
+}
+"""Each script and each config once; every script under every config is a sweep."""
 
 
 def flags_of(script, rows, folder):
@@ -59,7 +65,7 @@ def control(launch_environment, tmp_path_factory):
 @pytest.mark.parametrize(
     ("script", "strategy"),
     [
-        pytest.param(script, name, marks=[pytest.mark.short] * ((script, name) == SHORT))
+        pytest.param(script, name, marks=TIERS.get((script, name), pytest.mark.sweep))
         for script in SCRIPTS
         for name in STRATEGIES
     ],

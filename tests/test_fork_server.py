@@ -119,7 +119,10 @@ def test_the_ranks_of_torchrun_are_forked_too(warm_environment, tmp_path):
     assert done.stdout.count("forked True") == 2, done.stdout
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["zero3", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("ddp", "fsdp"))],
+)
 def test_it_trains_the_same_to_the_last_bit(start, tmp_path, strategy):
     records = {}
     for kind in ("warm", "cold"):

@@ -103,7 +103,8 @@ def test_the_kernel_never_loads_what_touches_cuda(notebook):
         assert f"from {package}" not in source
 
 
-SHORT = ("01_first_run",)
+SHORT = ("05_own_trainer",)
+"""The one of the short tier: the cheapest that trains."""
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ def meshes(toolkit, tmp_path_factory):
     folder = tmp_path_factory.mktemp("meshes") / "runs"
     done = toolkit(
         *("compare", "--strategies", "single,tensor,pipeline", "--num_processes", 4),
-        *("--output", folder, "--max_steps", 7, "--throughput_steps", 0, "--"),
+        *("--output", folder, "--max_steps", 4, "--throughput_steps", 0, "--"),
         *("--max_train_samples", ROWS, "--validation_split_percentage", 1),
-        *("--max_eval_samples", 13, "--eval_steps", 1, "--per_device_eval_batch_size", 3),
-        *("--pipeline_schedule", "gpipe"),
+        *("--max_eval_samples", 13, "--eval_steps", 3, "--per_device_eval_batch_size", 3),
+        *("--sample_prompts", 1, "--pipeline_schedule", "gpipe"),
     )
     return done, folder, read_results(folder)
 

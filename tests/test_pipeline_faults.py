@@ -5,7 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fault_runs import judged, start_all, traced, write_model
+from fault_runs import (
+    OF_EVERY_STRATEGY,
+    judged,
+    split,
+    start_all,
+    start_more,
+    traced,
+    with_sweep,
+    write_model,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.comparing.bisect.finding import bisect
@@ -48,7 +57,24 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, model, launch_environment) -> Path:
     folder, flags = tmp_path_factory.mktemp("faults"), ["--evidence", model]
-    return start_all(SCRIPT, folder, flags, FAULTS, launch_environment)
+    return start_all(SCRIPT, folder, flags, split(FAULTS)[0], launch_environment)
+
+
+@pytest.fixture(scope="module")
+def more(runs, model, launch_environment) -> None:
+    start_more(SCRIPT, runs, ["--evidence", model], split(FAULTS)[1], launch_environment)
+
+
+@pytest.fixture
+def runs_with(runs, request):
+    """Return the folder of the runs once it has that of a fault."""
+
+    def ready(fault: str) -> Path:
+        if fault in OF_EVERY_STRATEGY:
+            request.getfixturevalue("more")
+        return runs
+
+    return ready
 
 
 def test_a_sound_pipeline_passes_every_gate(runs):
@@ -58,15 +84,16 @@ def test_a_sound_pipeline_passes_every_gate(runs):
     assert engaged["held_twice"] == ["model.embed_tokens.weight"]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_breaks_the_gates(runs, fault):
-    judgement = judged(runs, fault)
+@pytest.mark.parametrize("fault", with_sweep(FAULTS))
+def test_a_fault_breaks_the_gates(runs_with, fault):
+    judgement = judged(runs_with(fault), fault)
     broken = {gate for gate, held in judgement.gates.items() if not held}
     assert broken >= FAULTS[fault][0], judgement
 
 
-@pytest.mark.parametrize("fault", ["clean", *FAULTS])
-def test_a_bisection_names_the_link_that_a_fault_breaks_first(runs, fault):
+@pytest.mark.parametrize("fault", with_sweep(["clean", *FAULTS]))
+def test_a_bisection_names_the_link_that_a_fault_breaks_first(runs_with, fault):
+    runs = runs_with(fault)
     single = traced(runs / "control" / "clean", "single")
     found = bisect(single, traced(runs / fault, "pipeline"))
     wanted = None if fault == "clean" else FAULTS[fault][1]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 from dataclasses import replace
 
 import launches
@@ -18,9 +19,20 @@ KINDS = {"full": "fsdp", "lora": "ddp", "qlora": "zero2"}
 """Methods, and the strategy of each."""
 
 
-@pytest.fixture(scope="module")
-def environment(launch_environment):
-    return launches.cold(launch_environment)
+@pytest.fixture
+def pasted(launch_environment, tmp_path):
+    """Run a line as a shell does; unless it starts cold, the shell reads its words alone."""
+
+    def run(line, *, cold):
+        shell = launches.cold(launch_environment)
+        if cold:
+            return launches.run(["bash", "-c", line], environment=shell, folder=tmp_path)
+        words = ["bash", "-c", f"printf '%s\\0' {line}"]
+        read = subprocess.run(words, env=shell, capture_output=True, text=True, check=True)
+        words = read.stdout.removesuffix("\0").split("\0")
+        return launches.run(words, environment=launch_environment, folder=tmp_path)
+
+    return run
 
 
 def option_for(method, folder):
@@ -41,12 +53,12 @@ def option_for(method, folder):
 
 
 @pytest.mark.parametrize("method", KINDS)
-def test_a_command_that_is_recommended_trains_as_it_stands(method, environment, tmp_path, cache):
+def test_a_command_that_is_recommended_trains_as_it_stands(method, pasted, tmp_path, cache):
     option = option_for(method, build_model())
     job, line = option.candidate.job, paste_line(option)
     assert job.chunked_loss
     assert job.checkpointing == "full"
-    done = launches.run(["bash", "-c", line], environment=environment, folder=tmp_path)
+    done = pasted(line, cold=method == "full")
     assert done.returncode == 0, done.stdout
     (file,) = tmp_path.glob("runs/*/record.json")
     record = json.loads(file.read_text())

@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fault_runs import judged, start_all, traced, write_model
+from fault_runs import (
+    OF_EVERY_STRATEGY,
+    judged,
+    split,
+    start_all,
+    start_more,
+    traced,
+    write_model,
+)
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from toolkit.comparing.bisect.finding import bisect
@@ -40,7 +48,11 @@ OF_TWO_GROUPS = {
 """Those of the 14 of test_parity_faults that more groups than one change: data x tensor."""
 
 FAULTS = {2: OF_A_GROUP, 4: OF_TWO_GROUPS}
-CASES = [(ranks, fault) for ranks, faults in FAULTS.items() for fault in faults]
+CASES = [
+    pytest.param(ranks, fault, marks=[pytest.mark.sweep] * (fault in OF_EVERY_STRATEGY))
+    for ranks, faults in FAULTS.items()
+    for fault in faults
+]
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +77,28 @@ def model(tmp_path_factory) -> Path:
 def runs(tmp_path_factory, model, launch_environment) -> dict[int, Path]:
     folders = {ranks: tmp_path_factory.mktemp("faults") for ranks in FAULTS}
     for ranks, folder in folders.items():
-        flags = ["--evidence", model]
-        start_all(SCRIPT, folder, flags, FAULTS[ranks], launch_environment, ranks=ranks)
+        faults, _ = split(FAULTS[ranks])
+        start_all(SCRIPT, folder, ["--evidence", model], faults, launch_environment, ranks=ranks)
     return folders
+
+
+@pytest.fixture(scope="module")
+def more(runs, model, launch_environment) -> None:
+    for ranks, folder in runs.items():
+        _, faults = split(FAULTS[ranks])
+        start_more(SCRIPT, folder, ["--evidence", model], faults, launch_environment, ranks=ranks)
+
+
+@pytest.fixture
+def runs_with(runs, request):
+    """Return the folder of the runs of so many ranks once it has that of a fault."""
+
+    def ready(ranks: int, fault: str) -> Path:
+        if fault in OF_EVERY_STRATEGY:
+            request.getfixturevalue("more")
+        return runs[ranks]
+
+    return ready
 
 
 @pytest.mark.parametrize("ranks", FAULTS)
@@ -77,15 +108,15 @@ def test_sound_groups_pass_every_gate(runs, ranks):
 
 
 @pytest.mark.parametrize(("ranks", "fault"), CASES)
-def test_a_fault_breaks_the_gates(runs, ranks, fault):
-    judgement = judged(runs[ranks], fault)
+def test_a_fault_breaks_the_gates(runs_with, ranks, fault):
+    judgement = judged(runs_with(ranks, fault), fault)
     broken = {gate for gate, held in judgement.gates.items() if not held}
     assert broken >= FAULTS[ranks][fault][0], judgement
 
 
 @pytest.mark.parametrize(("ranks", "fault"), [*((ranks, "clean") for ranks in FAULTS), *CASES])
-def test_a_bisection_names_the_link_that_a_fault_breaks_first(runs, ranks, fault):
-    folder = runs[ranks]
+def test_a_bisection_names_the_link_that_a_fault_breaks_first(runs_with, ranks, fault):
+    folder = runs_with(ranks, fault)
     found = bisect(traced(folder / "control" / "clean", "single"), traced(folder / fault, "tensor"))
     wanted = None if fault == "clean" else FAULTS[ranks][fault][1]
     assert (found.first and found.first.link) == wanted, found.first

@@ -37,7 +37,7 @@ LACKING: Final = 1.5
 def cells(machine: Machine) -> list[Cell]:
     """Return the cells; all of them train on one GPU, or in one process of a smoke run."""
     if machine.smoke:  # cuBLAS has no part in it
-        return [replace(cell, environment={}) for cell in _cells()]
+        return [cell for cell in _cells() if not cell.environment]
     shown = first_gpu(machine)
     return [replace(cell, environment=cell.environment | shown) for cell in _cells()]
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from certificates import broken
+from certificates import broken, tiered
 
 from toolkit.certifying.repeated import gives_the_same, leaves_no_trace, twice_the_same
 from toolkit.certifying.subject import Subject
@@ -27,6 +27,13 @@ APART = {
     "noise_of_its_own": "random numbers that have no seed",
 }
 
+SWEPT = {
+    "seeds_anew",
+    "stays_in_evaluation_mode",
+    "evaluates_training_rows",
+    "order_of_its_own",
+}
+
 
 def certified(certificate_of, fault, *flags, only=("repeated",), **launch):
     checks, _, said = certificate_of("faulty_evaluator.py", fault, *flags, only=only, **launch)
@@ -35,7 +42,7 @@ def certified(certificate_of, fault, *flags, only=("repeated",), **launch):
     return checks, said
 
 
-@pytest.mark.parametrize("fault", LOOP)
+@pytest.mark.parametrize("fault", tiered(LOOP, SWEPT))
 def test_a_fault_of_an_evaluation_is_named(fault, certificate_of):
     checks, said = certified(certificate_of, fault)
     assert broken(checks) == {LOOP[fault]}, said
@@ -48,7 +55,7 @@ def test_a_fault_of_a_trainers_evaluation_is_named(fault, certificate_of, tmp_pa
     assert broken(checks) == {TRAINER[fault]}, said
 
 
-@pytest.mark.parametrize("fault", APART)
+@pytest.mark.parametrize("fault", tiered(APART, SWEPT))
 def test_the_first_place_where_two_runs_part_is_named(fault, certificate_of):
     checks, said = certified(certificate_of, fault)
     assert broken(checks) == set(), said
@@ -58,7 +65,12 @@ def test_the_first_place_where_two_runs_part_is_named(fault, certificate_of):
 
 @pytest.mark.parametrize(
     ("strategy", "flags"),
-    [("ddp", []), ("zero3", ["--output_dir"]), ("fsdp", ["--output_dir"]), ("fsdp", [])],
+    [
+        ("ddp", []),
+        ("zero3", ["--output_dir"]),
+        pytest.param("fsdp", ["--output_dir"], marks=pytest.mark.sweep),
+        ("fsdp", []),
+    ],
 )
 def test_what_evaluates_well_holds(strategy, flags, certificate_of, tmp_path):
     flags = [*flags, tmp_path] if flags else []

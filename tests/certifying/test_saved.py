@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from certificates import tiered
 from places import ROOT
 
 from toolkit.certifying.checks import CHECKS, GROUPS
@@ -26,6 +27,20 @@ SAVED = {
     ("unloaded", "ddp", "--lora"): {"saved weights", END},
     ("merged_twice_as_much", "ddp", "--lora"): {"saved weights", END},
     ("a_file_in_the_way", "ddp"): {"saves"},
+}
+SWEPT = {
+    ("past_the_gathering", "fsdp"),
+    ("past_the_gathering_by_torch", "zero3"),
+    ("head_beside_the_adapter", "ddp", "--lora"),
+    ("another_model", "ddp"),
+    ("unloaded", "ddp", "--lora"),
+    ("merged_twice_as_much", "ddp", "--lora"),
+    ("rate_begins_anew", "ddp"),
+    ("sound", "zero3", "--tied"),
+    ("sound", "fsdp", "--by", "trainer", "--lora"),
+    ("sound", "ddp", "--by", "trainer", "--tied"),
+    ("by_save_model", "fsdp"),
+    ("nothing", "ddp"),
 }
 LOADED, AFTER = "state that is loaded", "steps after it"
 SECOND, CUT = "second save", "cut-off checkpoints"
@@ -78,13 +93,13 @@ def certified(certificate_of, tmp_path):
     return made
 
 
-@pytest.mark.parametrize("case", SAVED, ids=" ".join)
+@pytest.mark.parametrize("case", tiered(SAVED, SWEPT))
 def test_a_fault_of_saving_is_named(case, certified):
     _, broken, said = certified(case, only=("saved",))
     assert broken == SAVED[case], said
 
 
-@pytest.mark.parametrize("case", RESUMED, ids=" ".join)
+@pytest.mark.parametrize("case", tiered(RESUMED, SWEPT))
 def test_a_fault_of_resuming_is_named(case, certified):
     _, broken, said = certified(case)
     checks, words = RESUMED[case]
@@ -92,7 +107,7 @@ def test_a_fault_of_resuming_is_named(case, certified):
     assert words in said
 
 
-@pytest.mark.parametrize("case", SOUND, ids=" ".join)
+@pytest.mark.parametrize("case", tiered(SOUND, SWEPT))
 def test_what_saves_and_resumes_well_holds(case, certified):
     checks, broken, said = certified(case)
     assert broken == set(), said
@@ -101,7 +116,7 @@ def test_what_saves_and_resumes_well_holds(case, certified):
     assert ("float32 to bfloat16" in checks["saved weights"]["words"]) == (case[0] == "in_bf16")
 
 
-@pytest.mark.parametrize("case", NOTED, ids=" ".join)
+@pytest.mark.parametrize("case", tiered(NOTED, SWEPT))
 def test_what_may_be_meant_or_is_not_known_is_not_broken(case, certified):
     checks, broken, said = certified(case, only=("saved",))
     name, words = NOTED[case]

@@ -28,11 +28,11 @@ def made(tmp_path_factory):
     [
         pytest.param("loop_accumulate", "text", marks=pytest.mark.short),
         # Its head is new, from no seed of the script's.
-        ("trl_reward", "preferences"),
+        pytest.param("trl_reward", "preferences", marks=pytest.mark.sweep),
         ("trl_dpo", "preferences"),
         ("run_clm", "text"),
-        ("peft_trainer", "prompts"),
-        ("streaming", "text"),
+        pytest.param("peft_trainer", "prompts", marks=pytest.mark.sweep),
+        pytest.param("streaming", "text", marks=pytest.mark.sweep),
     ],
 )
 def test_a_sound_script_is_not_blamed(name, rows, made, certificate_of, tmp_path):

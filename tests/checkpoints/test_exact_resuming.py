@@ -44,13 +44,20 @@ TEXTS = ("def add(a, b):\n    return a + b\n", "def subtract(a, b):\n    return 
 EVALUATES = ("ddp", "zero1")
 """Cases that evaluate and sample as well, one under each engine."""
 
-COLD = ("zero1",)
+COLD = ("single",)
 """A case that imports everything itself. That both kinds of start train the same is tested in
 test_fork_server.py."""
 
 
 SHORT = ("ddp", "zero1", "fsdp", "tensor", "pipeline", "parameter_server")
 """One of each kind of engine, for the short tier."""
+
+SWEPT = ("zero3_offload", "fsdp_grad_op", "tensor_ddp")
+"""Those with the states of others: zero3_nvme's off the disk, fsdp's, and tensor's."""
+
+
+def tier_of(case):
+    return pytest.mark.short if case in SHORT else pytest.mark.sweep if case in SWEPT else ()
 
 
 def test_no_strategy_is_left_out():
@@ -59,7 +66,8 @@ def test_no_strategy_is_left_out():
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.short] * (case in SHORT)) for case in CASES]
+    "case",
+    [pytest.param(case, marks=tier_of(case)) for case in CASES],
 )
 def test_resumed_from_within_an_epoch_it_goes_on_bit_for_bit(
     run_of, dropout_model, dropout_llama, tmp_path, case

@@ -18,12 +18,16 @@ from toolkit.records.json_files import write_json
 from toolkit.records.record import read_record
 from toolkit.records.results import read_results
 
-FLIPS = 1000
-LOST = 300
-REPORTS = 25
-CHANGES = 120
-PAGES = 5
+FLIPS = 350
+LOST = 100
+REPORTS = 10
+CHANGES = 45
+PAGES = 2
 """A page takes as long as all the rest of a comparison."""
+
+SEEDS = pytest.mark.parametrize(
+    "seed", [11, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in (12, 13))]
+)
 
 VALUES = [
     *(None, True, -1, 0, 1, 2**62, 10**30, 1.5, -1.0, 1e308),
@@ -77,10 +81,11 @@ def report_on(folder, name, *, page):
 
 
 @FILES
-def test_a_flipped_bit_or_a_lost_byte_gives_results_or_a_usage_error(comparison, name):
+@SEEDS
+def test_a_flipped_bit_or_a_lost_byte_gives_results_or_a_usage_error(comparison, name, seed):
     file = comparison / name
     whole = json.dumps(json.loads(file.read_text())).encode()
-    chosen = random.Random(11)
+    chosen = random.Random(seed)
     bits = chosen.sample(range(8 * len(whole)), FLIPS)
     damaged = [(bit // 8, whole[bit // 8] ^ (1 << bit % 8)) for bit in bits]
     lost = chosen.sample(range(len(whole)), LOST)
@@ -127,10 +132,11 @@ def changed(content, chosen):
 
 
 @FILES
-def test_a_field_of_another_name_or_type_gives_results_or_a_usage_error(comparison, name):
+@SEEDS
+def test_a_field_of_another_name_or_type_gives_results_or_a_usage_error(comparison, name, seed):
     file = comparison / name
     whole = json.loads(file.read_text())
-    chosen = random.Random(12)
+    chosen = random.Random(seed)
     used = 0
     for _ in range(CHANGES):
         file.write_text(json.dumps(changed(whole, chosen)))
