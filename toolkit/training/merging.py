@@ -23,8 +23,11 @@ from toolkit.launching.generating import ADAPTER_CONFIG
 from toolkit.training.adapters import ADAPTER, ADAPTER_FILE, adapted_modules, write_tensors
 from toolkit.training.saving import OBSOLETE, check_loads, merged_weight, write_weights
 
-FILE_BYTES: Final = 1 << 30
-"""Largest size of one file of weights: what is held in memory."""
+FILE_BYTES: Final = (128 << 20, 4 << 30)
+"""Least and largest size of a file of weights, all of which is held in memory."""
+
+FILES: Final = 32
+"""Files of a model whose size lies between these."""
 
 COPIED: Final = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
@@ -101,8 +104,10 @@ def _write_model(
             f"{unknown[0]} is no weight of {type(model).__name__}. Name the model that was trained "
             "with --base; a folder that from_pretrained reads already needs no merge."
         )
+    size = sum(_bytes(tensor, dtype) for tensor in tensors.values()) // FILES
+    limit = min(max(size, FILE_BYTES[0]), FILE_BYTES[1])
     cast = ((name, _as(tensor, dtype)) for name, tensor in weights)
-    model.config.dtype = write_weights(model, cast, folder, FILE_BYTES)
+    model.config.dtype = write_weights(model, cast, folder, limit)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     try:
