@@ -39,10 +39,10 @@ def write_checkpoints(arguments):
         torch.manual_seed(0)
         return LlamaForCausalLM(config)
 
-    model().save_pretrained(arguments.output / "model")
+    if not (arguments.output / "model").is_dir():
+        model().save_pretrained(arguments.output / "model")
     libraries.odd_gpt2, libraries.STEPS, libraries.LAYER = model, 1, "LlamaDecoderLayer"
-    kinds = {"zero2": libraries.save_zero, "zero3": libraries.save_zero}
-    libraries.KINDS = kinds | {"fsdp_sharded": libraries.save_fsdp}
+    libraries.KINDS = {arguments.write: libraries.KINDS[arguments.write]}
     libraries.main(arguments.output, hold=False)
 
 
@@ -83,15 +83,17 @@ def main():
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--write", help="only write the checkpoint of one kind")
     arguments = parser.parse_args()
-    if arguments.write:
+    if arguments.write is not None:
         write_checkpoints(arguments)
         return
     arguments.output.mkdir(parents=True, exist_ok=True)
     output = arguments.output.resolve()
     os.environ["PYTHONPATH"] = str(ROOT)
-    subprocess.run([sys.executable, __file__, *sys.argv[1:], "--write"], check=True)
+    for kind in ("zero2", "zero3", "fsdp_sharded"):
+        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--write", kind], check=True)
+        (output / "store").unlink(missing_ok=True)
     accelerate = Path(sys.executable).with_name("accelerate")
     theirs = {
         "zero2": [sys.executable, output / "zero2" / "zero_to_fp32.py", output / "zero2"],
