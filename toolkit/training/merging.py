@@ -77,17 +77,15 @@ def merge(
         for file in {file for pattern in COPIED for file in model.glob(pattern)}:
             shutil.copyfile(file, draft / file.name)
         if alone:
-            held = dict(_cast(tensors, wanted))
-            write_tensors({n: t.clone() for n, t in held.items()}, draft / ADAPTER_FILE)
+            held = {n: _as(t.read(), wanted).clone() for n, t in tensors.items()}
+            write_tensors(held, draft / ADAPTER_FILE)
             config = _adapter_config(contents, base, model)
             (draft / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         else:
-            whole = skeleton(model)
+            weights = ((name, tensor.read()) for name, tensor in tensors.items())
             if merge_adapter:
                 weights = _merged(contents, tensors, _adapter_config(contents, base, model), model)
-            else:
-                weights = ((name, tensor.read()) for name, tensor in tensors.items())
-            _write_model(whole, tensors, weights, wanted, draft)
+            _write_model(skeleton(model), tensors, weights, wanted, draft)
     return output
 
 
@@ -118,12 +116,6 @@ def _write_model(
 
 def _as(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-
-
-def _cast(
-    tensors: Mapping[str, Stored], dtype: torch.dtype | None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((name, _as(tensor.read(), dtype)) for name, tensor in tensors.items())
 
 
 def _bytes(tensor: Stored, dtype: torch.dtype | None) -> int:
