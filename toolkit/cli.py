@@ -530,7 +530,7 @@ def checkpoint_convert(
     "merge",
     epilog=_examples(
         "toolkit checkpoint merge runs/a/checkpoint-15 --output MODEL",
-        "toolkit checkpoint merge runs/lora/checkpoint-15 --output MODEL --merge_adapter",
+        "toolkit checkpoint merge runs/lora/final --output MODEL --merge_adapter",
     ),
 )
 def checkpoint_merge(
