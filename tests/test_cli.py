@@ -23,10 +23,11 @@ MOST_MODULES = 330
 """Modules that a plain answer loads at most: loading them is what it takes its time for."""
 
 ROOT = typer.main.get_command(app)
+GROUPS = ("configs", "checkpoint")
 VERBS = [
     (),
     *((name,) for name in ROOT.commands),
-    *(("configs", name) for name in ROOT.commands["configs"].commands),
+    *((group, name) for group in GROUPS for name in ROOT.commands[group].commands),
 ]
 
 INSTALL_COMPLETION = "toolkit --install-completion"

@@ -291,7 +291,8 @@ def test_every_flag_in_the_text_exists():
     kinds = [*OWN.values(), TrainingArguments]
     known = {f"--{name}" for kind in kinds for name in kind.__dataclass_fields__}
     root = typer.main.get_command(app)
-    verbs = [*root.commands.values(), *root.commands["configs"].commands.values()]
+    groups = (root, root.commands["configs"], root.commands["checkpoint"])
+    verbs = [verb for group in groups for verb in group.commands.values()]
     known |= spellings(verbs)
     known |= {name for action in launch_parser()._actions for name in action.option_strings}
     known |= script_flags("benchmarks/gpu_kit.py") | script_flags("examples/accelerate_loop.py")

@@ -497,7 +497,7 @@ def checkpoint_show(
     "verify",
     epilog=_examples(
         "toolkit checkpoint verify runs/a/checkpoint-15",
-        "toolkit checkpoint verify runs/a/checkpoint-15 --against runs/b/checkpoint-15",
+        "toolkit checkpoint verify runs/a/checkpoint-15 --against runs/a/final",
     ),
 )
 def checkpoint_verify(
@@ -529,8 +529,8 @@ def checkpoint_convert(
 @checkpoint.command(
     "merge",
     epilog=_examples(
-        "toolkit checkpoint merge runs/a/checkpoint-15 --output MODEL --dtype bfloat16",
-        "toolkit checkpoint merge runs/lora/checkpoint-15 --output MODEL --merge_adapter",
+        "toolkit checkpoint merge runs/a/checkpoint-15 --output MODEL",
+        "toolkit checkpoint merge runs/lora/final --output MODEL --merge_adapter",
     ),
 )
 def checkpoint_merge(

@@ -23,6 +23,7 @@ from toolkit.checkpoints.judging import show, verify
 from toolkit.checkpoints.reading import read_folder
 from toolkit.checkpoints.stored import NotWhole
 from toolkit.errors import UsageError
+from toolkit.training import checkpoint_command
 from toolkit.training.merging import merge
 
 # peft 0.21 asks transformers 5.24 by a name that this one no longer likes (peft_model.py).
@@ -303,6 +304,7 @@ converting.convert(Path(sys.argv[1]), Path(sys.argv[2]))
 """
 
 
+@pytest.mark.long  # it starts a Python that imports all
 def test_a_convert_that_is_killed_leaves_the_old_one_whole(by_trainer, tmp_path):
     made = convert(by_trainer[1], tmp_path)
     before = check(made)
@@ -320,12 +322,12 @@ def test_a_convert_that_is_killed_leaves_the_old_one_whole(by_trainer, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
 
 
-def test_the_command_says_what_is_wrong_with_which_file(by_trainer, tmp_path, command):
-    done = command("checkpoint", "verify", by_trainer[1], "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["ok"]
+def test_the_command_says_what_is_wrong_with_which_file(by_trainer, tmp_path, command, capsys):
+    assert checkpoint_command.run("verify", by_trainer[1], as_json=True, against=None) == 0
+    assert json.loads(capsys.readouterr().out)["ok"]
     (tmp_path / "model.safetensors").write_bytes(b"x" * 20)
+    assert checkpoint_command.run("verify", tmp_path, against=None) == 1
+    assert "damage  " in capsys.readouterr().out
     done = command("checkpoint", "convert", tmp_path, "--output", tmp_path / "output")
     assert done.returncode == 2
     assert re.search(r"toolkit: .*model.safetensors is cut off or damaged", done.stderr)
-    assert command("checkpoint", "verify", tmp_path).returncode == 1

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from toolkit.engines.on_cpu import patch_accelerate, patch_deepspeed
 
 RANKS, STEPS = 2, 2
+LAYER = "GPT2Block"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -48,7 +49,7 @@ def save_fsdp(kind, output, rank):
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["GPT2Block"],
+        transformer_cls_names_to_wrap=[LAYER],
         state_dict_type=f"{kind.removeprefix('fsdp_').upper()}_STATE_DICT",
         reshard_after_forward=True,
     )
@@ -120,7 +121,7 @@ KINDS = {
 }
 
 
-def main(output):
+def main(output, *, hold=True):
     os.environ |= {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     rank = become_a_rank(RANKS)
     os.environ["RANK"] = str(rank)
@@ -130,11 +131,11 @@ def main(output):
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     for kind, save in KINDS.items():
         held = save(kind, output, rank)
-        if rank == 0:
+        if rank == 0 and hold:
             torch.save(held, output / f"{kind}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-    if rank == 0:
+    if rank == 0 and hold:
         for kind in ("zero2", "zero3"):
             make_universal(output / kind / f"global_step{STEPS}", output / f"universal_{kind}")
             (output / f"universal_{kind}.pt").symlink_to(output / f"{kind}.pt")

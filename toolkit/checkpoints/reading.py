@@ -7,8 +7,6 @@ before it is used.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -243,10 +241,6 @@ def _read_beside(contents: Contents) -> None:
 def plain_numbers(state: dict[str, Any]) -> dict[str, Any]:
     """Return the numbers of a scheduler's state."""
     return {k: v for k, v in state.items() if isinstance(v, int | float)}
-
-
-def files_of(folder: Path, pattern: str) -> Iterator[Path]:
-    return (path for path in sorted(folder.iterdir()) if re.fullmatch(pattern, path.name))
 
 
 def elements(tensors: dict[str, Stored]) -> int:

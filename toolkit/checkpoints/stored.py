@@ -188,8 +188,7 @@ def read_safetensors(file: Path) -> tuple[dict[str, Stored], Mapping[str, str]]:
 def _slice_of(opened: Any, file: Path, name: str) -> Stored:
     part = opened.get_slice(name)
     # An empty part has the dtype: safetensors names it in words of its own.
-    whole = (lambda: opened.get_tensor(name)) if not part.get_shape() else None
-    dtype = (opened.get_tensor(name) if whole else part[:0]).dtype
+    dtype = (part[:0] if part.get_shape() else opened.get_tensor(name)).dtype
 
     def read() -> torch.Tensor:
         with damage_named(file):

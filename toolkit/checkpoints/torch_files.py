@@ -37,7 +37,7 @@ WHOLE: Final = (
 IN_LAYER: Final = ("base_layer", "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 """Parts of a layer with an adapter, in the order of its parameters (peft 0.21)."""
 
-NO_DECAY: Final = ("bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
+NO_DECAY: Final = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 """Names that the Trainer keeps out of weight decay (transformers 5.24, trainer.py)."""
 
 

@@ -19,6 +19,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from toolkit.checkpoints.resuming import Resumed
 from toolkit.checkpoints.saver import read_random_state, read_states
+from toolkit.checkpoints.torch_files import NO_DECAY
 from toolkit.data.packing import keep_texts_apart
 from toolkit.engines.backend import backend_of, wrap
 from toolkit.engines.masters import clip_in_fp32, moments_of, stepping_on_masters
@@ -30,9 +31,6 @@ from toolkit.records.evidence import IGNORED
 from toolkit.training import tracking
 from toolkit.training.arguments import syncs_each_batch
 from toolkit.training.observers import Observer
-
-NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-"""Names that the Trainer keeps out of weight decay (transformers 5.23, trainer.py)."""
 
 
 def train_loop(

@@ -23,8 +23,11 @@ from toolkit.launching.generating import ADAPTER_CONFIG
 from toolkit.training.adapters import ADAPTER, ADAPTER_FILE, adapted_modules, write_tensors
 from toolkit.training.saving import OBSOLETE, check_loads, merged_weight, write_weights
 
-FILE_BYTES: Final = 1 << 30
-"""Largest size of one file of weights: what is held in memory."""
+FILE_BYTES: Final = (128 << 20, 4 << 30)
+"""Least and largest size of a file of weights, all of which is held in memory."""
+
+FILES: Final = 32
+"""Files of a model whose size lies between these."""
 
 COPIED: Final = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
@@ -74,17 +77,15 @@ def merge(
         for file in {file for pattern in COPIED for file in model.glob(pattern)}:
             shutil.copyfile(file, draft / file.name)
         if alone:
-            held = dict(_cast(tensors, wanted))
-            write_tensors({n: t.clone() for n, t in held.items()}, draft / ADAPTER_FILE)
+            held = {n: _as(t.read(), wanted).clone() for n, t in tensors.items()}
+            write_tensors(held, draft / ADAPTER_FILE)
             config = _adapter_config(contents, base, model)
             (draft / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         else:
-            whole = skeleton(model)
+            weights = ((name, tensor.read()) for name, tensor in tensors.items())
             if merge_adapter:
                 weights = _merged(contents, tensors, _adapter_config(contents, base, model), model)
-            else:
-                weights = ((name, tensor.read()) for name, tensor in tensors.items())
-            _write_model(whole, tensors, weights, wanted, draft)
+            _write_model(skeleton(model), tensors, weights, wanted, draft)
     return output
 
 
@@ -101,8 +102,10 @@ def _write_model(
             f"{unknown[0]} is no weight of {type(model).__name__}. Name the model that was trained "
             "with --base; a folder that from_pretrained reads already needs no merge."
         )
+    size = sum(_bytes(tensor, dtype) for tensor in tensors.values()) // FILES
+    limit = min(max(size, FILE_BYTES[0]), FILE_BYTES[1])
     cast = ((name, _as(tensor, dtype)) for name, tensor in weights)
-    model.config.dtype = write_weights(model, cast, folder, FILE_BYTES)
+    model.config.dtype = write_weights(model, cast, folder, limit)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     try:
@@ -113,12 +116,6 @@ def _write_model(
 
 def _as(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-
-
-def _cast(
-    tensors: Mapping[str, Stored], dtype: torch.dtype | None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((name, _as(tensor.read(), dtype)) for name, tensor in tensors.items())
 
 
 def _bytes(tensor: Stored, dtype: torch.dtype | None) -> int:
