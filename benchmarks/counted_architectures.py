@@ -56,7 +56,7 @@ def count(model_type: str) -> tuple[str, str]:
         assumed = one_pass.run(ROWS, SEQUENCE).assumed
     except Exception as error:
         return "parameters alone", _sentence(error)
-    reasons = [f"{name} ({reason})" if reason else name for name, reason in assumed.items()]
+    reasons = [f"{name} ({reason})" for name, reason in assumed.items()]
     if reasons:
         return "counted, but for modules that are named", ", ".join(reasons)
     if towers:

@@ -49,8 +49,7 @@ class Tensor:
 
 
 UNCOUNTED = 4
-"""Factor on the most of the activations of a model with modules that could not be counted. On a CPU
-such models kept 2 to 8 times what is counted; their kernels for GPUs keep less."""
+"""Factor on the most of the activations of a model with layers that could not be counted."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,7 +76,10 @@ class ModelShape:
     """
 
     uncounted: bool = False
-    """Some of its modules, such as state-space scans, could not be counted."""
+    """Some of its layers could not be counted."""
+
+    scans: bool = False
+    """It has state-space scans or linear attention, which kernels of other packages may run."""
 
     tensors: tuple[Tensor, ...]
     """Every trainable parameter once (a tied head is the embedding), in the order of

@@ -72,7 +72,9 @@ class LayerCount:
     """For each layer, the number of the first layer that is like it."""
 
     regime: Regime
-    is_uncountable: Callable[[Any], bool]
+    is_kernel: Callable[[Any], bool]
+    """Whether a module runs in a kernel of another package, so that its code is not counted."""
+
     adapted: Collection[str] | None = None
     """Names of the linear layers with adapters; None trains all weights."""
 
@@ -80,7 +82,10 @@ class LayerCount:
     kept: dict[int, KeptSizes] = field(default_factory=dict[int, KeptSizes])
     compiled: dict[int, KeptSizes] = field(default_factory=dict[int, KeptSizes])
     assumed: dict[str, str] = field(default_factory=dict[str, str])
-    """Classes of modules that were not counted, with the reason."""
+    """Classes of layers whose code can't be counted, with the reason."""
+
+    kernels: set[str] = field(default_factory=set[str])
+    """Classes of modules that were taken to run in kernels."""
 
     outside: Sizes = field(default_factory=Sizes)
     """Tensors kept outside the layers, without those as wide as the vocabulary."""
@@ -111,8 +116,8 @@ class LayerCount:
                 self._attach(undo, live, head)
             for number, layer in enumerate(self.layers):
                 for module in layer.modules():
-                    if module is not layer and self.is_uncountable(module):
-                        self.assumed.setdefault(type(module).__name__, "")
+                    if module is not layer and self.is_kernel(module):
+                        self.kernels.add(type(module).__name__)
                         _replace(undo, module, self._stand_in(module))
                 _replace(undo, layer, self._counting(live, number, layer))
             # It reads the values of positions, to look for packed rows; there are none.

@@ -173,6 +173,7 @@ def shape_of(answer: Mapping[str, Any], name: str) -> ModelShape:
         ),
         note=_note(answer),
         uncounted=bool(answer["assumed"]),
+        scans=bool(answer["kernels"]),
         **facts,
     )
 
@@ -183,6 +184,12 @@ def _note(answer: Mapping[str, Any]) -> str:
         sentences.append(
             f"Not counted: {', '.join(assumed)}. Each is taken to keep the inputs and outputs of "
             f"its linear layers at least, and {UNCOUNTED} times that at worst."
+        )
+    if kernels := answer["kernels"]:
+        sentences.append(
+            f"Planned from what kernels for {', '.join(kernels)} keep, the inputs and outputs of "
+            "its linear layers, to what torch's own operations keep, which run where the packages "
+            "of these kernels are not installed."
         )
     if towers := answer["towers"]:
         parts = ", ".join(f"{tower} ({size:,} parameters)" for tower, size in towers.items())
