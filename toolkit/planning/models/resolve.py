@@ -15,7 +15,11 @@ from typing import Any
 
 from toolkit.errors import UsageError
 from toolkit.jobs.shape import ModelShape
-from toolkit.planning.models.architectures import UnknownArchitectureError, shape_from_config
+from toolkit.planning.models.architectures import (
+    UnknownArchitectureError,
+    shape_from_config,
+    text_part,
+)
 from toolkit.planning.models.reading import shown
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -92,7 +96,7 @@ def _by_name() -> dict[str, int]:
 
 @lru_cache(maxsize=256)
 def _well_known_shape(place: int, name: str) -> ModelShape:
-    return shape_from_config(well_known()[place].config, name=name)
+    return shape_of_config(well_known()[place].config, name)
 
 
 def shape_of_config(config: Any, name: str) -> ModelShape:
@@ -102,7 +106,9 @@ def shape_of_config(config: Any, name: str) -> ModelShape:
     except UnknownArchitectureError:
         from toolkit.planning.models.counted import counted_shape
 
-        return counted_shape(config, name=name)
+        part, note = text_part(config, name)
+        shape = counted_shape(part, name=name)
+        return replace(shape, note=f"{note} {shape.note}".strip())
 
 
 def _local_config(text: str) -> Path | None:
