@@ -292,6 +292,23 @@ def test_a_plan_reaches_from_kernels_for_scans_to_torchs_own_operations(answers)
     assert more == pytest.approx(activations_at_most(on_gpu, least).saved - least.saved)
 
 
+def test_a_known_model_without_formulas_is_counted_by_its_text_part(monkeypatch):
+    asked = []
+
+    def count(config, name):
+        asked.append(config)
+        return counted.shape_of(few, name)
+
+    few = count_model({**GLM_MOE, "num_hidden_layers": 1})
+    monkeypatch.setattr(counted, "counted_shape", lambda config, *, name: count(config, name))
+    resolve._well_known_shape.cache_clear()
+    note = resolve_model("google/gemma-4-E2B-it").note
+    assert asked[0]["model_type"] == "gemma4_text"
+    assert "The text part alone" in note
+    assert "counted from its config" in note
+    resolve._well_known_shape.cache_clear()
+
+
 @pytest.mark.parametrize(
     "model_type", ["mamba2", "falcon_h1", "bamba", "nemotron_h", "granitemoehybrid"]
 )

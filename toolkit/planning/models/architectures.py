@@ -19,8 +19,8 @@ class UnknownArchitectureError(UsageError):
 def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     """Return the shape of the model that `AutoModelForCausalLM.from_config` would build.
 
-    For a multimodal model, it is the shape of the text part, and `note` says so. Weights in mxfp4 or
-    fp8 are taken as the ones in bf16 that they become.
+    For a multimodal model, it is the shape of the text part, and `note` says so. Weights in mxfp4
+    or fp8 are taken as the ones in bf16 that they become.
 
     Raises:
         UsageError: the architecture is unknown or no causal LM, the weights are quantised, or a
@@ -79,7 +79,7 @@ def _bits(values: Iterable[bool]) -> str:
 def _is_on(key: str, reader: ConfigReader, widths: Mapping[str, int]) -> bool:
     """Return whether a setting is on that decides what a model is made of."""
     if key == "dropout":
-        return max(map(reader.probability, reader.dropout)) > 0
+        return any(reader.probability(rate) > 0 for rate in reader.dropout)
     if key == "projected":  # OPT: words in another width than the hidden state
         return widths["embedding"] != widths["hidden"]
     if key == "two_norms":
@@ -253,7 +253,7 @@ def text_part(config: object, name: str) -> tuple[Mapping[str, Any], str]:
         inner = config["model_type"]
         loaded = FAMILIES[inner].architecture if inner in FAMILIES else f"a model of type {inner}"
         notes.append(
-            "The text part alone: towers for images and sound and their projectors are left out, "
+            "The text part alone: vision and audio towers and their projectors are left out, "
             f"as if it were loaded as {loaded}."
         )
     return config, " ".join(notes)

@@ -218,7 +218,7 @@ def _nearest(name: str) -> list[str]:
 _ALIKE = 0.7
 """Share of equal letters (difflib's ratio) from which a name may be a typo of another."""
 
-_SIZE = re.compile(r"(?:\d+x)?\d+(?:\.\d+)?[bm](?![a-z0-9])")
+_SIZE = re.compile(r"(?<![b-z])(?:\d+x)?\d+(?:\.\d+)?[bm](?![a-z0-9])")
 
 
 def _numbers(name: str) -> tuple[list[str], list[str]]:
