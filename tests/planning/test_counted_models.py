@@ -265,7 +265,6 @@ def test_layers_without_kernels_keep_what_a_real_step_keeps(model_type, dtype):
     length = 160
     for real, count in zip([kept_on_a_cpu(config, dtype, length)], found, strict=True):
         count.run(ROWS, length)
-        assert not count.assumed
         counted = [count.kept[twin].per_token(ROWS * length)[0] for twin in count.twins]
         assert counted == pytest.approx(real, rel=0.08), (counted, real)
         assert sum(counted) == pytest.approx(sum(real), rel=0.05)
@@ -410,7 +409,7 @@ def test_what_transformers_lists_as_causal_is_read_from_its_source_without_an_im
 def test_a_model_whose_layers_cannot_be_counted_is_refused_with_the_reason(
     answer, tmp_path, monkeypatch
 ):
-    broken = answer | {"rows": {}, "assumed": {answer["architecture"]: "RuntimeError: no data"}}
+    broken = answer | {"rows": {}, "uncounted": "RuntimeError: no data"}
     monkeypatch.setattr(counted, "_count", lambda *_: broken)
     with pytest.raises(UsageError, match="RuntimeError: no data"):
         resolve_model(folder_of(COHERE, tmp_path))

@@ -48,10 +48,6 @@ class Tensor:
         return ATTENTION.search(self.name) is not None
 
 
-UNCOUNTED = 4
-"""Factor on the most of the activations of a model with layers that could not be counted."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelShape:
     """A causal LM without its weights. Two are equal when they are the same object."""
@@ -74,9 +70,6 @@ class ModelShape:
     note: str = ""
     """Sentence on the shape for the reader: for a multimodal model, that it is only the text part.
     """
-
-    uncounted: bool = False
-    """Some of its layers could not be counted."""
 
     scans: bool = False
     """It has state-space scans or linear attention, which kernels of other packages may run."""

@@ -33,7 +33,7 @@ from toolkit.measuring.meta_forms import (
     Reader,
     keys_of,
 )
-from toolkit.measuring.meta_model_layers import CODE_ERRORS, DTYPES, RANK, LayerCount, is_linear
+from toolkit.measuring.meta_model_layers import DTYPES, RANK, LayerCount, is_linear
 
 PARTIAL: Final = "partial_rotary_factor"
 
@@ -43,6 +43,9 @@ SCAN: Final = re.compile(
 )
 """Classes of state-space scans and linear attention, which kernels of other packages run. They are
 taken to keep the inputs and results of their projections; torch's own operations are counted."""
+
+CODE_ERRORS: Final = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
+"""Errors of a model's code when it meets a tensor without values."""
 
 NUMBER: Final = re.compile(r"idx|index|layer_id|layer_num|training")
 """Attributes in which layers of one kind differ."""
@@ -74,10 +77,10 @@ def count_model(config: Mapping[str, Any]) -> dict[str, Any]:
             table = FormTable()
             found = _rows(config, LengthReader(table))
             found |= {"features": LengthReader.FEATURES, "forms": table.flat()}
-        return answer | found
+        return answer | {"uncounted": ""} | found
     except CODE_ERRORS as error:
         reason = f"{type(error).__name__}: {sentence_of(error)}"
-        return answer | {"assumed": {answer["architecture"]: reason}}
+        return answer | {"uncounted": reason}
 
 
 def _read_generic(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -137,7 +140,6 @@ def _rows(
 ) -> dict[str, Any]:
     """Return the rows of `KeptForms`, and what else the passes show of a model."""
     rows: dict[str, list[Any]] = {}
-    assumed: dict[str, str] = {}
     kernels: set[str] = set()
     grouped = softcap = False
     kinds: list[int] = []
@@ -149,7 +151,6 @@ def _rows(
             for compiled, row in enumerate(reader.rows(count)):
                 key = replace(regime, compiled=bool(compiled)).key(targets, fused=not eager)
                 rows[key] = row
-            assumed |= count.assumed
             kernels |= count.kernels
             grouped, softcap = grouped or count.grouped, softcap or count.wide > 0
             first = list(dict.fromkeys(count.twins))
@@ -157,7 +158,6 @@ def _rows(
     return {
         "rows": rows,
         "kinds": kinds,
-        "assumed": assumed,
         "kernels": sorted(kernels),
         "groups_heads": grouped,
         "logit_softcap": softcap,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from toolkit.jobs.kept import FP32, LayerBytes, Regime
-from toolkit.jobs.shape import UNCOUNTED, ModelShape
+from toolkit.jobs.shape import ModelShape
 from toolkit.jobs.terms import BACK, FIRST, RUNNING, Interval, Term, product
 from toolkit.jobs.weights import weights_of
 from toolkit.planning.job import PlannedJob
@@ -41,19 +41,12 @@ def activations_of(job: PlannedJob) -> Activations:
 
 
 def activations_at_most(job: PlannedJob, plain: Activations) -> Activations:
-    """Return the most: with padded rows, without kernels for scans, and for what is not counted.
+    """Return the most: with padded rows, and without kernels for scans.
 
     SDPA with a mask needs a copy of keys and values for every query head, and converts the mask
     into numbers for each layer. It may be less, where rows without a mask keep their scores
     (`keeps_scores`).
     """
-    if job.model.uncounted:  # a mask's bytes are few beside this
-        return replace(
-            plain,
-            saved=plain.saved * (UNCOUNTED if job.checkpointing == "none" else 1),
-            at_work=UNCOUNTED * plain.at_work,
-            last=UNCOUNTED * plain.last,
-        )
     most = plain if job.on_cpu else _with_scans(job, plain)
     if job.attention != "flash" or not _is_masked(job):
         return most

@@ -219,11 +219,8 @@ _TEXT_PARTS = {
 """Multimodal configs -> the type of their text part, which is built as a causal LM; empty where the
 text part says its own."""
 
-_STORED = {
-    "mxfp4": ("Mxfp4Config", ", such as unsloth/gpt-oss-20b-BF16"),
-    "fp8": ("FineGrainedFP8Config", ""),
-}
-"""Formats of weights that transformers loads in bf16 if it is asked to, and copies in bf16."""
+_LOADED = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
+"""Formats of weights that transformers loads in bf16 if it is asked to, by its config of them."""
 
 
 def text_part(config: object, name: str) -> tuple[Mapping[str, Any], str]:
@@ -237,15 +234,13 @@ def text_part(config: object, name: str) -> tuple[Mapping[str, Any], str]:
     config = cast("Mapping[str, Any]", config)
     notes: list[str] = []
     quantised = config.get("quantization_config")
-    named = dict(cast("Mapping[str, Any]", quantised)) if isinstance(quantised, Mapping) else {}
-    stored = next((how for how in _STORED if how in named.values()), None)
-    if stored is not None:
+    named = cast("Mapping[str, Any]", quantised).values() if isinstance(quantised, Mapping) else ()
+    for stored in (stored for stored in _LOADED if stored in named):
         config = {key: config[key] for key in config if key != "quantization_config"}
-        how, copies = _STORED[stored]
         notes.append(
             f"Its weights are stored in {stored}, which is not trained: transformers makes bf16 of "
-            f"them ({how}(dequantize=True)), and that is planned. toolkit.train takes a copy in "
-            f"bf16{copies}."
+            f"them ({_LOADED[stored]}(dequantize=True)), and that is planned. toolkit.train takes "
+            "a copy in bf16, as unsloth/gpt-oss-20b-BF16 is one."
         )
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type in _TEXT_PARTS:

@@ -15,11 +15,8 @@ from typing import Any
 
 from toolkit.errors import UsageError
 from toolkit.jobs.shape import ModelShape
-from toolkit.planning.models.architectures import (
-    UnknownArchitectureError,
-    shape_from_config,
-    text_part,
-)
+from toolkit.planning.models import architectures
+from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.models.reading import shown
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -103,10 +100,10 @@ def shape_of_config(config: Any, name: str) -> ModelShape:
     """Return the shape of a config: at once by the table, else counted in a child process."""
     try:
         return shape_from_config(config, name=name)
-    except UnknownArchitectureError:
+    except architectures.UnknownArchitectureError:
         from toolkit.planning.models.counted import counted_shape
 
-        part, note = text_part(config, name)
+        part, note = architectures.text_part(config, name)
         shape = counted_shape(part, name=name)
         return replace(shape, note=f"{note} {shape.note}".strip())
 
