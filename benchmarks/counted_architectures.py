@@ -53,12 +53,11 @@ def count(model_type: str) -> tuple[str, str]:
         return "no model from the defaults alone", _sentence(error)
     try:
         *_, one_pass = next(passes(model, 2))
-        assumed = one_pass.run(ROWS, SEQUENCE).assumed
+        kernels = one_pass.run(ROWS, SEQUENCE).kernels
     except Exception as error:
         return "parameters alone", _sentence(error)
-    reasons = [f"{name} ({reason})" if reason else name for name, reason in assumed.items()]
-    if reasons:
-        return "counted, but for modules that are named", ", ".join(reasons)
+    if kernels:
+        return "counted, with and without kernels for scans", ", ".join(sorted(kernels))
     if towers:
         return "counted, but for the activations of towers", ", ".join(towers)
     return "counted whole", ""

@@ -19,8 +19,10 @@ from transformers.utils.logging import disable_progress_bar
 from toolkit import environment
 from toolkit.errors import UsageError
 from toolkit.measuring.shrinking import LARGEST, most_parameters, shrinking, small_sizes
+from toolkit.planning.models.family import FAMILIES
 
-KNOWN = json.loads((ROOT / "toolkit/planning/models/wellknown.json").read_text("utf-8"))["models"]
+TABLE = json.loads((ROOT / "toolkit/planning/models/wellknown.json").read_text("utf-8"))["models"]
+KNOWN = [known for known in TABLE if known["config"]["model_type"] in (*FAMILIES, "gemma3")]
 CONFIGS = [model["config"] for model in KNOWN if "quantization_config" not in model["config"]]
 LARGE = {config["model_type"]: config for config in reversed(CONFIGS)}
 LATER = (

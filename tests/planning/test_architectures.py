@@ -10,7 +10,8 @@ from functools import cache
 import pytest
 
 from toolkit.errors import UsageError
-from toolkit.planning.models.architectures import shape_from_config
+from toolkit.measuring.meta_model import build
+from toolkit.planning.models.architectures import shape_from_config, text_part
 from toolkit.planning.models.family import FAMILIES
 from toolkit.planning.models.resolve import resolve_model, well_known
 
@@ -20,8 +21,11 @@ REPRESENTATIVES = {
     "smollm3": "HuggingFaceTB/SmolLM3-3B",
     "granite": "ibm-granite/granite-3.3-2b-base",
     "mistral": "mistralai/Mistral-7B-v0.3",
+    "ministral3": "mistralai/Ministral-3-8B-Base-2512",
     "qwen2": "Qwen/Qwen2.5-7B",
     "qwen3": "Qwen/Qwen3-8B",
+    "seed_oss": "ByteDance-Seed/Seed-OSS-36B-Base",
+    "ernie4_5": "baidu/ERNIE-4.5-0.3B-PT",
     "olmo": "allenai/OLMo-7B-hf",
     "olmo2": "allenai/OLMo-2-0325-32B",
     "olmo3": "allenai/Olmo-3-1125-32B",
@@ -112,7 +116,8 @@ def text_config(config):
 
 def cases():
     for entry in well_known():
-        yield Case(entry.ids[0], json.dumps(entry.config))
+        if text_config(entry.config).get("model_type") in FAMILIES:
+            yield Case(entry.ids[0], json.dumps(entry.config))
     for model_type, name in REPRESENTATIVES.items():
         base = text_config(entry_of(name).config)
         few = {**base, LAYERS.get(model_type, "num_hidden_layers"): FEW_LAYERS}
@@ -402,6 +407,60 @@ def test_of_a_qwen_that_sees_the_text_part_is_planned_and_it_is_said(model_type,
     flat = {key: value for key, value in published.items() if key != "text_config"}
     flat = published["text_config"] | flat  # as the files of 2024 have it
     assert shape_from_config(flat, name="some/model").tensors == shape.tensors
+
+
+COUNTED = [
+    entry for entry in well_known() if text_part(entry.config, "")[0]["model_type"] not in FAMILIES
+]
+BILLIONS = re.compile(r"-(?:E[24]B|17B)|-(\d+(?:\.\d+)?)B")
+BUT = {"meta-llama/Llama-4-Scout-17B-16E": 107.8, "deepseek-ai/DeepSeek-V3": 671.0}
+BUT |= {"google/gemma-4-E2B": 4.63, "google/gemma-4-E4B": 7.46, "google/gemma-3n-E4B": 6.84}
+BUT |= {
+    "zai-org/GLM-4.7-Flash": 29.9,
+    "zai-org/GLM-4.5-Air": 106.9,
+    "MiniMaxAI/MiniMax-M2.5": 228.7,
+}
+
+
+@pytest.mark.parametrize("entry", COUNTED, ids=lambda entry: entry.ids[0])
+def test_a_known_model_that_is_counted_is_built_in_the_size_of_its_name(entry):
+    import torch
+
+    config, _ = text_part(entry.config, entry.ids[0])
+    model = build(config, torch.bfloat16)
+    billions = sum(parameter.numel() for parameter in model.parameters()) / 1e9
+    named = BILLIONS.search(entry.ids[0])
+    size = BUT.get(entry.ids[0]) or float(named[1])
+    assert billions == pytest.approx(size, rel=0.055 if entry.ids[0] not in BUT else 0.002)
+
+
+MISTRAL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 300}
+MISTRAL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("inner", ["mistral", "ministral3"])
+def test_of_a_mistral_that_sees_the_text_part_is_planned_and_it_is_said(inner, tied):
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    text = MISTRAL | {"model_type": inner, "tie_word_embeddings": tied}
+    config = AutoConfig.for_model("mistral3", text_config=text, tie_word_embeddings=tied)
+    with torch.device("meta"):
+        whole = AutoModelForImageTextToText.from_config(config)
+    outside = ("vision_tower", "multi_modal_projector")
+    read = [p.numel() for n, p in whole.named_parameters() if not any(t in n for t in outside)]
+    shape = shape_from_config(json.loads(config.to_json_string()), name="some/model")
+    assert shape.parameters == sum(read)
+    assert shape.architecture in shape.note
+
+
+def test_weights_in_fp8_are_planned_in_the_bf16_that_they_become():
+    shape = resolve_model("mistralai/Devstral-Small-2-24B-Instruct-2512")
+    plain = resolve_model("mistralai/Mistral-Small-3.1-24B-Base-2503")
+    assert [t.shape for t in shape.tensors] == [t.shape for t in plain.tensors]
+    assert "FineGrainedFP8Config(dequantize=True)" in shape.note
+    assert "The text part alone" in shape.note
 
 
 @pytest.mark.parametrize("name", ["openai/gpt-oss-20b", "openai/gpt-oss-120b"])

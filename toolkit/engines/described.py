@@ -166,6 +166,6 @@ def splits_of(model: Any, stack: str) -> dict[str, int]:
 def described(model: Any) -> dict[str, Any]:
     """Return the facts of a model of which nobody counts what autograd keeps."""
     return describe(model, *decoder_layers(model)) | {
-        **{"features": (), "forms": (), "rows": {}, "kinds": (), "assumed": {}},
+        **{"features": (), "forms": (), "rows": {}, "kinds": (), "uncounted": "", "kernels": ()},
         **{"groups_heads": False, "logit_softcap": False, "splits": {}},
     }

@@ -33,6 +33,10 @@ class Regime:
     adapter_dropout: bool = False
     """Whether a share of the adapters' inputs is dropped."""
 
+    scans: bool = False
+    """Whether scans and linear attention run in torch's own operations, as where the packages of
+    their kernels are not installed. It is counted with all weights trained."""
+
     compiled: bool = False
     """Whether layers are compiled: backward computes again what is elementwise, from what products
     and reductions left (the partitioner of torch 2.11 to 2.13)."""
@@ -54,6 +58,7 @@ class Regime:
             *(["dropout"] if adapted and self.adapter_dropout else []),
             *(["returned"] if adapted and self.returns_input else []),
             "flash" if fused else "eager",
+            *(["scans"] if self.scans else []),
             *(["compiled"] if self.compiled else []),
         )
         return "-".join(map(str, words))

@@ -48,11 +48,6 @@ class Tensor:
         return ATTENTION.search(self.name) is not None
 
 
-UNCOUNTED = 4
-"""Factor on the most of the activations of a model with modules that could not be counted. On a CPU
-such models kept 2 to 8 times what is counted; their kernels for GPUs keep less."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelShape:
     """A causal LM without its weights. Two are equal when they are the same object."""
@@ -76,8 +71,8 @@ class ModelShape:
     """Sentence on the shape for the reader: for a multimodal model, that it is only the text part.
     """
 
-    uncounted: bool = False
-    """Some of its modules, such as state-space scans, could not be counted."""
+    scans: bool = False
+    """It has state-space scans or linear attention, which kernels of other packages may run."""
 
     tensors: tuple[Tensor, ...]
     """Every trainable parameter once (a tied head is the embedding), in the order of

@@ -260,7 +260,7 @@ class GroupedProduct(torch.autograd.Function):
 
 
 class Assumed(torch.autograd.Function):
-    """Stands for a module that can't be counted, and keeps a tensor of an assumed width."""
+    """Stands for a module that a kernel runs, and keeps a tensor of an assumed width."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:

@@ -184,16 +184,19 @@ class LengthReader:
 
     FEATURES: Final = ("1", "sequence", "rank")
     LENGTHS: Final = (256, 2048)
+    OF_SCANS: Final = (256, 512)
+    """Whole chunks; some scans go through a row token by token."""
 
     def __init__(self, table: FormTable) -> None:
         self._table = table
 
     def rows(self, count: LayerCount) -> Iterator[list[Any]]:
         """Yield the rows of `KeptForms` of one pass: as the model is written, and compiled."""
-        at = [self._values(count.run(ROWS, length), ROWS * length) for length in self.LENGTHS]
+        lengths = self.OF_SCANS if count.regime.scans else self.LENGTHS
+        at = [self._values(count.run(ROWS, length), ROWS * length) for length in lengths]
         for short, long in zip(*at, strict=True):
             outside, *layers = (
-                [self._line(*pair) for pair in zip(*both, strict=True)]
+                [self._line(*pair, lengths) for pair in zip(*both, strict=True)]
                 for both in zip(short, long, strict=True)
             )
             adapted = count.adapted_layers()
@@ -212,8 +215,8 @@ class LengthReader:
             for kept in (count.kept, count.compiled)
         ]
 
-    def _line(self, few: float, many: float) -> Form:
-        short, long = self.LENGTHS
+    def _line(self, few: float, many: float, lengths: tuple[int, int]) -> Form:
+        short, long = lengths
         slope = (many - few) / (long - short)
         return {0: few - slope * short, 1: slope}
 

@@ -33,7 +33,7 @@ from toolkit.measuring.meta_forms import (
     Reader,
     keys_of,
 )
-from toolkit.measuring.meta_model_layers import CODE_ERRORS, DTYPES, RANK, LayerCount, is_linear
+from toolkit.measuring.meta_model_layers import DTYPES, RANK, LayerCount, is_linear
 
 PARTIAL: Final = "partial_rotary_factor"
 
@@ -41,7 +41,11 @@ SCAN: Final = re.compile(
     r"(?:Mixer|MambaLayer|DeltaAttention|DeltaNet|LightningAttention|RecurrentBlock"
     r"|RwkvSelfAttention|LSTMLayer)$"
 )
-"""Classes of state-space scans and linear attention, which need kernels of other packages."""
+"""Classes of state-space scans and linear attention, which kernels of other packages run. They are
+taken to keep the inputs and results of their projections; torch's own operations are counted."""
+
+CODE_ERRORS: Final = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
+"""Errors of a model's code when it meets a tensor without values."""
 
 NUMBER: Final = re.compile(r"idx|index|layer_id|layer_num|training")
 """Attributes in which layers of one kind differ."""
@@ -73,10 +77,10 @@ def count_model(config: Mapping[str, Any]) -> dict[str, Any]:
             table = FormTable()
             found = _rows(config, LengthReader(table))
             found |= {"features": LengthReader.FEATURES, "forms": table.flat()}
-        return answer | found
+        return answer | {"uncounted": ""} | found
     except CODE_ERRORS as error:
         reason = f"{type(error).__name__}: {sentence_of(error)}"
-        return answer | {"assumed": {answer["architecture"]: reason}}
+        return answer | {"uncounted": reason}
 
 
 def _read_generic(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -85,7 +89,10 @@ def _read_generic(config: Mapping[str, Any]) -> dict[str, Any] | None:
     They are held against what the model of the config itself keeps in the commonest regimes.
     """
     text = parsed(config).get_text_config(decoder=True)
-    keys = keys_of(text)
+    try:
+        keys = keys_of(text)
+    except RuntimeError:  # an AmbiguousGlobalPerLayerAttributeError: the layers differ
+        return None
     if not {"hidden", "heads"} <= keys.keys():
         return None
     own = {name: getattr(text, key) for name, key in keys.items()}
@@ -133,23 +140,25 @@ def _rows(
 ) -> dict[str, Any]:
     """Return the rows of `KeptForms`, and what else the passes show of a model."""
     rows: dict[str, list[Any]] = {}
-    assumed: dict[str, str] = {}
+    kernels: set[str] = set()
     grouped = softcap = False
     kinds: list[int] = []
     for eager, (size, dtype) in product((False, True), DTYPES.items()):
         model = build(config, dtype, eager=eager)
         for regime, targets, count in passes(model, size, rank):
+            if eager and regime.scans:
+                continue  # what scans keep does not depend on attention
             for compiled, row in enumerate(reader.rows(count)):
                 key = replace(regime, compiled=bool(compiled)).key(targets, fused=not eager)
                 rows[key] = row
-            assumed |= count.assumed
+            kernels |= count.kernels
             grouped, softcap = grouped or count.grouped, softcap or count.wide > 0
             first = list(dict.fromkeys(count.twins))
             kinds = [first.index(twin) for twin in count.twins]
     return {
         "rows": rows,
         "kinds": kinds,
-        "assumed": assumed,
+        "kernels": sorted(kernels),
         "groups_heads": grouped,
         "logit_softcap": softcap,
     }
@@ -198,7 +207,8 @@ def passes(model: Any, weight: int, rank: int = RANK) -> Iterator[tuple[Regime, 
     """Yield the passes through a model with weights of this size, and what has adapters."""
     _, layers = decoder_layers(model)
     twins = twins_of(layers)
-    full = [(regime, "none") for regime in FULL]
+    scans = (False, True) if any(map(_is_scan, model.modules())) else (False,)
+    full = [(replace(regime, scans=how), "none") for how in scans for regime in FULL]
     adapted = [(regime, targets) for regime in ADAPTED for targets in ("all-linear", "attention")]
     for regime, targets in (*full, *adapted):
         if regime.weight == weight:
@@ -210,11 +220,15 @@ def passes(model: Any, weight: int, rank: int = RANK) -> Iterator[tuple[Regime, 
                     layers=layers,
                     twins=twins,
                     regime=regime,
-                    is_uncountable=lambda module: bool(SCAN.search(type(module).__name__)),
+                    is_kernel=(lambda _: False) if regime.scans else _is_scan,
                     adapted=_targeted(model, targets) if targets != "none" else None,
                     rank=rank,
                 ),
             )
+
+
+def _is_scan(module: nn.Module) -> bool:
+    return bool(SCAN.search(type(module).__name__))
 
 
 def _targeted(model: Any, targets: str) -> frozenset[str]:

@@ -24,10 +24,6 @@ RANK: Final = 16
 
 DTYPES: Final = {4: torch.float32, 2: torch.bfloat16}
 
-CODE_ERRORS: Final = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
-"""Errors of a layer's code when it meets a tensor without values."""
-
-
 Sizes = Counter[int]
 """Number of tensors by their bytes."""
 
@@ -72,15 +68,17 @@ class LayerCount:
     """For each layer, the number of the first layer that is like it."""
 
     regime: Regime
-    is_uncountable: Callable[[Any], bool]
+    is_kernel: Callable[[Any], bool]
+    """Whether a module runs in a kernel of another package, so that its code is not counted."""
+
     adapted: Collection[str] | None = None
     """Names of the linear layers with adapters; None trains all weights."""
 
     rank: int = RANK
     kept: dict[int, KeptSizes] = field(default_factory=dict[int, KeptSizes])
     compiled: dict[int, KeptSizes] = field(default_factory=dict[int, KeptSizes])
-    assumed: dict[str, str] = field(default_factory=dict[str, str])
-    """Classes of modules that were not counted, with the reason."""
+    kernels: set[str] = field(default_factory=set[str])
+    """Classes of modules that were taken to run in kernels."""
 
     outside: Sizes = field(default_factory=Sizes)
     """Tensors kept outside the layers, without those as wide as the vocabulary."""
@@ -111,8 +109,8 @@ class LayerCount:
                 self._attach(undo, live, head)
             for number, layer in enumerate(self.layers):
                 for module in layer.modules():
-                    if module is not layer and self.is_uncountable(module):
-                        self.assumed.setdefault(type(module).__name__, "")
+                    if module is not layer and self.is_kernel(module):
+                        self.kernels.add(type(module).__name__)
                         _replace(undo, module, self._stand_in(module))
                 _replace(undo, layer, self._counting(live, number, layer))
             # It reads the values of positions, to look for packed rows; there are none.
@@ -149,13 +147,7 @@ class LayerCount:
         def counting(*args: Any, **kwargs: Any) -> Any:
             stream = _stream(args, kwargs)
             if number == self.twins[number]:
-                try:
-                    result = self._count(live, number, forward, args, kwargs)
-                except CODE_ERRORS as error:
-                    reason = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-                    self.assumed[type(layer).__name__] = reason
-                    result = self._count(live, number, self._stand_in(layer), args, kwargs)
-                self._results[number] = result
+                self._results[number] = self._count(live, number, forward, args, kwargs)
             with live.uncounted():
                 return tree_map(_Described.tensor_like(stream), self._results[self.twins[number]])
 
@@ -268,6 +260,8 @@ class LayerCount:
 
         def forward(value: torch.Tensor) -> torch.Tensor:
             result = plain(value)
+            if not isinstance(result, torch.Tensor):
+                return result  # a router that is a linear layer, and returns scores as well
             if regime.returns_input:
                 result = result.to(value.dtype)
             if not pair:

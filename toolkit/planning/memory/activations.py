@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from toolkit.jobs.kept import FP32, LayerBytes, Regime
-from toolkit.jobs.shape import UNCOUNTED, ModelShape
+from toolkit.jobs.shape import ModelShape
 from toolkit.jobs.terms import BACK, FIRST, RUNNING, Interval, Term, product
 from toolkit.jobs.weights import weights_of
 from toolkit.planning.job import PlannedJob
@@ -22,16 +22,8 @@ class Activations:
     saved: float
     """Bytes of all layers that are held from forward to backward."""
 
-    masked: float
-    """Addition to `saved` for padded rows: SDPA with a mask needs a copy of keys and values for
-    every query head, and converts the mask into numbers for each layer. Negative where rows without
-    a mask need more than padded ones: their scores (`keeps_scores`)."""
-
     at_work: float
     """Bytes of the fullest moment of the layers' backward, in addition to `saved`."""
-
-    at_work_masked: float
-    """The same for padded rows."""
 
     last: float
     """All bytes of the layer whose backward is last."""
@@ -43,29 +35,52 @@ class Activations:
 
 
 def activations_of(job: PlannedJob) -> Activations:
+    """Return the least of a job: without a mask, and with kernels for scans if on a GPU."""
     plain = _activations(job, fused=job.attention == "flash" and not keeps_scores(job))
-    if job.model.uncounted:  # a mask's bytes are few beside this
-        more = (UNCOUNTED - 1) * plain.saved if job.checkpointing == "none" else 0.0
-        return replace(plain, masked=more, at_work_masked=UNCOUNTED * plain.at_work)
+    return _with_scans(job, plain) if job.on_cpu else plain
+
+
+def activations_at_most(job: PlannedJob, plain: Activations) -> Activations:
+    """Return the most: with padded rows, and without kernels for scans.
+
+    SDPA with a mask needs a copy of keys and values for every query head, and converts the mask
+    into numbers for each layer. It may be less, where rows without a mask keep their scores
+    (`keeps_scores`).
+    """
+    most = plain if job.on_cpu else _with_scans(job, plain)
     if job.attention != "flash" or not _is_masked(job):
-        return plain
+        return most
     # A mask lets a kernel do what torch's own mathematics would.
     fused = _activations(job, fused=True) if keeps_scores(job) else plain
+    saved = most.saved + fused.saved - plain.saved + _masked(job)
+    return replace(most, saved=saved, at_work=most.at_work + fused.at_work - plain.at_work)
+
+
+def _with_scans(job: PlannedJob, plain: Activations) -> Activations:
+    """Return the same with scans in torch's own operations: they keep as much of frozen weights."""
+    if not job.model.scans:
+        return plain
+    kernels, scans = (_activations(job, fused=True, scans=how) for how in (False, True))
     return replace(
-        plain, masked=fused.saved + _masked(job) - plain.saved, at_work_masked=fused.at_work
+        plain,
+        saved=plain.saved + scans.saved - kernels.saved,
+        at_work=plain.at_work + max(0, scans.at_work - kernels.at_work),
+        last=plain.last + scans.last - kernels.last,
     )
 
 
-def _activations(job: PlannedJob, *, fused: bool) -> Activations:
+def _activations(job: PlannedJob, *, fused: bool, scans: bool | None = None) -> Activations:
+    """Return what is kept; with `scans` of all weights, with kernels (False) or without."""
     model, tokens = job.model, job.micro_tokens
+    adapted = job.method != "full" and scans is None
     formula, by_kind = "", dict[int, tuple[float, float, float]]()
     for kind in set(model.layer_kinds):
         layer = layer_bytes(
             model,
-            regime_of(job),
+            replace(regime_of(job), scans=bool(scans)),
             job.sequence,
             fused=fused,
-            adapters=0 if job.method == "full" else job.lora_rank,
+            adapters=job.lora_rank if adapted else 0,
             targets=job.lora_targets,
             kind=kind,
         )
@@ -78,9 +93,7 @@ def _activations(job: PlannedJob, *, fused: bool) -> Activations:
         at_work = max(at_work - kept, working)
     return Activations(
         saved=(kept_per_token * tokens + _mask(job)) * job.in_flight,
-        masked=0.0,
         at_work=at_work * tokens,
-        at_work_masked=at_work * tokens,
         last=by_kind[model.layer_kinds[0]][2] * tokens,
         loss=loss_bytes(job),
         formula=f"tokens * ({formula})",
@@ -108,8 +121,10 @@ def _of_layer(job: PlannedJob, layer: LayerBytes) -> tuple[str, tuple[float, flo
     return formula, (kept, at_work, layer.backward_peak)
 
 
-def activation_terms(job: PlannedJob, parts: Activations, *, ends_full: bool) -> Iterator[Term]:
-    """Yield the terms of the phases in which activations live.
+def activation_terms(
+    job: PlannedJob, parts: Activations, most: Activations, *, ends_full: bool
+) -> Iterator[Term]:
+    """Yield the terms of the phases in which activations live, from `parts` to `most`.
 
     With `ends_full`, backward needs the most memory at its end, with all gradients and one layer's
     activations, instead of at its beginning with all activations.
@@ -118,7 +133,7 @@ def activation_terms(job: PlannedJob, parts: Activations, *, ends_full: bool) ->
     kept_term = Term(
         category="activations",
         name="kept for backward",
-        bytes=_between(parts.saved, parts.saved + parts.masked),
+        bytes=_between(parts.saved, most.saved),
         formula=parts.formula,
         inputs={"tokens": tokens, "bytes a token": parts.per_token, "layers": job.model.layers},
         phases=FIRST if ends_full else RUNNING,
@@ -132,10 +147,10 @@ def activation_terms(job: PlannedJob, parts: Activations, *, ends_full: bool) ->
     )
     yield _batch(job)
     if ends_full:
-        size, name = Interval.exactly(parts.last), "of the last layer to be played backwards"
+        size, name = _between(parts.last, most.last), "of the last layer to be played backwards"
         formula = "tokens * kept and gradients of a layer"
     else:
-        size = _between(parts.at_work, parts.at_work_masked)
+        size = _between(parts.at_work, most.at_work)
         name = "of the layer at work in backward"
         formula = "tokens * gradients (and recomputed activations) of a layer"
     yield replace(kept_term, name=name, bytes=size, formula=formula, phases=BACK)

@@ -32,6 +32,7 @@ from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.activations import (
     Activations,
     activation_terms,
+    activations_at_most,
     activations_of,
     cast_weights,
     dequantised_term,
@@ -255,7 +256,7 @@ def _tensor_terms(job: PlannedJob, states: StateBytes) -> list[Term]:
     ends_full = _ends_full(job, states, parts, tied=tied)
     return [
         *_state_terms(job, states, ends_full=ends_full, tied=tied),
-        *activation_terms(job, parts, ends_full=ends_full),
+        *activation_terms(job, parts, activations_at_most(job, parts), ends_full=ends_full),
         *dequantised_term(job),
         *job.backend.buffers(job),
         *job.backend.step(job),

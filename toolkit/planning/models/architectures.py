@@ -19,14 +19,14 @@ class UnknownArchitectureError(UsageError):
 def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     """Return the shape of the model that `AutoModelForCausalLM.from_config` would build.
 
-    For a multimodal Gemma 3 or Qwen, it is the shape of the text part, and `note` says so. Weights
-    in mxfp4 are taken as the ones in bf16 that they become.
+    For a multimodal model, it is the shape of the text part, and `note` says so. Weights in mxfp4
+    or fp8 are taken as the ones in bf16 that they become.
 
     Raises:
         UsageError: the architecture is unknown or no causal LM, the weights are quantised, or a
             value is missing or out of range.
     """
-    config, note = _text_part(config, name)
+    config, note = text_part(config, name)
     _check_plain(config, name)
     family = _family(config, name)
     reader = ConfigReader(config, name, family.defaults, family.aliases, family.dropout)
@@ -79,7 +79,7 @@ def _bits(values: Iterable[bool]) -> str:
 def _is_on(key: str, reader: ConfigReader, widths: Mapping[str, int]) -> bool:
     """Return whether a setting is on that decides what a model is made of."""
     if key == "dropout":
-        return max(map(reader.probability, reader.dropout)) > 0
+        return any(reader.probability(rate) > 0 for rate in reader.dropout)
     if key == "projected":  # OPT: words in another width than the hidden state
         return widths["embedding"] != widths["hidden"]
     if key == "two_norms":
@@ -205,48 +205,75 @@ def _tensors(
 
 _TEXT_PARTS = {
     "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
+    "gemma4": "gemma4_text",
+    "llama4": "llama4_text",
+    "mistral3": "",
     "qwen2_vl": "qwen2",
     "qwen2_5_vl": "qwen2",
     "qwen3_vl": "qwen3",
     "qwen3_vl_moe": "qwen3_moe",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
 }
-"""Multimodal configs -> the known family of their text part, which is built as a causal LM."""
+"""Multimodal configs -> the type of their text part, which is built as a causal LM; empty where the
+text part says its own."""
 
-_MXFP4 = (
-    "Its weights are stored in mxfp4, which is not trained: transformers makes bf16 of them "
-    "(Mxfp4Config(dequantize=True)), and that is planned. toolkit.train takes a copy in bf16, such "
-    "as unsloth/gpt-oss-20b-BF16."
-)
+_LOADED = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
+"""Formats of weights that transformers loads in bf16 if it is asked to, by its config of them."""
 
 
-def _text_part(config: object, name: str) -> tuple[Mapping[str, Any], str]:
-    """Return the part of the config that describes a causal LM, and a note for the reader."""
+def text_part(config: object, name: str) -> tuple[Mapping[str, Any], str]:
+    """Return the part of the config that describes a causal LM, and a note for the reader.
+
+    Raises:
+        UsageError: it is no object, or has no such part.
+    """
     if not isinstance(config, Mapping):
         raise UsageError(f"{name}: config.json holds {shown(config)}. It should be an object.")
     config = cast("Mapping[str, Any]", config)
-    model_type = config.get("model_type")
+    notes: list[str] = []
     quantised = config.get("quantization_config")
-    if isinstance(quantised, Mapping) and "mxfp4" in cast("Mapping[str, Any]", quantised).values():
-        return {key: config[key] for key in config if key != "quantization_config"}, _MXFP4
-    if not isinstance(model_type, str) or model_type not in _TEXT_PARTS:
-        return config, ""
+    named = cast("Mapping[str, Any]", quantised).values() if isinstance(quantised, Mapping) else ()
+    for stored in (stored for stored in _LOADED if stored in named):
+        config = {key: config[key] for key in config if key != "quantization_config"}
+        notes.append(
+            f"Its weights are stored in {stored}, which is not trained: transformers makes bf16 of "
+            f"them ({_LOADED[stored]}(dequantize=True)), and that is planned. toolkit.train takes "
+            "a copy in bf16, as unsloth/gpt-oss-20b-BF16 is one."
+        )
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type in _TEXT_PARTS:
+        config = _inner(config, model_type, name)
+        inner = config["model_type"]
+        loaded = FAMILIES[inner].architecture if inner in FAMILIES else f"a model of type {inner}"
+        notes.append(
+            "The text part alone: vision and audio towers and their projectors are left out, "
+            f"as if it were loaded as {loaded}."
+        )
+    return config, " ".join(notes)
+
+
+def _inner(config: Mapping[str, Any], model_type: str, name: str) -> dict[str, Any]:
+    """Return the config of the text part of a multimodal model."""
     text = config.get("text_config", config if "hidden_size" in config else None)
     if not isinstance(text, Mapping):
         raise UsageError(
             f"{name}: config.json says text_config = {shown(text)}. It should be an object that "
             f"describes the text part of this {model_type}."
         )
-    part = {**cast("Mapping[str, Any]", text), "model_type": _TEXT_PARTS[model_type]}
-    if model_type != "gemma3":  # of a Qwen, the whole model says it
-        part["tie_word_embeddings"] = config.get("tie_word_embeddings", False)
-    if quantised:
-        part["quantization_config"] = quantised
+    part = dict(cast("Mapping[str, Any]", text))
+    part["model_type"] = _TEXT_PARTS[model_type] or part.get("model_type", "mistral")
+    tied = config.get("tie_word_embeddings", False)
+    if model_type.startswith("qwen"):  # the whole model says it
+        part["tie_word_embeddings"] = tied
+    elif model_type == "mistral3":
+        part.setdefault("tie_word_embeddings", tied)
+    if "quantization_config" in config:
+        part["quantization_config"] = config["quantization_config"]
     # Older files name a parent class or the multimodal class here.
     part.pop("architectures", None)
-    return part, (
-        "The text part alone: the vision tower and its projector are left out, "
-        f"as if it were loaded as {FAMILIES[_TEXT_PARTS[model_type]].architecture}."
-    )
+    return part
 
 
 def _family(config: Mapping[str, Any], name: str) -> Family:

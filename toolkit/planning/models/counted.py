@@ -22,7 +22,7 @@ from toolkit.environment import cache_root
 from toolkit.errors import UsageError
 from toolkit.files import write_text
 from toolkit.jobs.kept import KeptForms
-from toolkit.jobs.shape import ATTENTION, UNCOUNTED, ModelShape, Tensor
+from toolkit.jobs.shape import ATTENTION, ModelShape, Tensor
 from toolkit.launching.python import package_folder, python_environment
 from toolkit.launching.supervised import supervised
 from toolkit.planning.models.reading import shown
@@ -35,8 +35,8 @@ SOURCES = (
 
 _ADVICE = "Plan with a parameter count such as 7b."
 
-SECONDS = 180.0
-"""Time for the child; usual models take 10 to 40 seconds on a laptop."""
+SECONDS = 600.0
+"""Time for the child; usual models take 10 to 60 seconds of one core."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 def _count(text: str, config: Mapping[str, Any], name: str) -> dict[str, Any]:
     _LOG.warning(
-        "%s: counting %s layers of the architecture %s on the meta device, which takes 10 to 40 "
+        "%s: counting %s layers of the architecture %s on the meta device, which takes 10 to 60 "
         "seconds. The answer is kept for the next time.",
         name,
         config.get("num_hidden_layers", "the"),
@@ -150,7 +150,7 @@ def shape_of(answer: Mapping[str, Any], name: str) -> ModelShape:
     Raises:
         UsageError: what autograd keeps of the model could not be counted.
     """
-    if reason := answer["assumed"].get(answer["architecture"]):  # a pass through all of it failed
+    if reason := answer["uncounted"]:
         raise UsageError(
             f"{name}: the parameters of {answer['architecture']} can be counted, but not what "
             f"autograd keeps of it ({reason[:200]}). Plan with a parameter count such as 7b."
@@ -172,17 +172,18 @@ def shape_of(answer: Mapping[str, Any], name: str) -> ModelShape:
             for tensor, shape, kind, layer in answer["tensors"]
         ),
         note=_note(answer),
-        uncounted=bool(answer["assumed"]),
+        scans=bool(answer["kernels"]),
         **facts,
     )
 
 
 def _note(answer: Mapping[str, Any]) -> str:
     sentences = ["This architecture is not in the planner's table: it was counted from its config."]
-    if assumed := answer["assumed"]:
+    if kernels := answer["kernels"]:
         sentences.append(
-            f"Not counted: {', '.join(assumed)}. Each is taken to keep the inputs and outputs of "
-            f"its linear layers at least, and {UNCOUNTED} times that at worst."
+            f"Planned from what kernels for {', '.join(kernels)} keep, the inputs and outputs of "
+            "its linear layers, to what torch's own operations keep, which run where the packages "
+            "of these kernels are not installed."
         )
     if towers := answer["towers"]:
         parts = ", ".join(f"{tower} ({size:,} parameters)" for tower, size in towers.items())

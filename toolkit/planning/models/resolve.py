@@ -15,7 +15,8 @@ from typing import Any
 
 from toolkit.errors import UsageError
 from toolkit.jobs.shape import ModelShape
-from toolkit.planning.models.architectures import UnknownArchitectureError, shape_from_config
+from toolkit.planning.models import architectures
+from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.models.reading import shown
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -92,17 +93,19 @@ def _by_name() -> dict[str, int]:
 
 @lru_cache(maxsize=256)
 def _well_known_shape(place: int, name: str) -> ModelShape:
-    return shape_from_config(well_known()[place].config, name=name)
+    return shape_of_config(well_known()[place].config, name)
 
 
 def shape_of_config(config: Any, name: str) -> ModelShape:
     """Return the shape of a config: at once by the table, else counted in a child process."""
     try:
         return shape_from_config(config, name=name)
-    except UnknownArchitectureError:
+    except architectures.UnknownArchitectureError:
         from toolkit.planning.models.counted import counted_shape
 
-        return counted_shape(config, name=name)
+        part, note = architectures.text_part(config, name)
+        shape = counted_shape(part, name=name)
+        return replace(shape, note=f"{note} {shape.note}".strip())
 
 
 def _local_config(text: str) -> Path | None:
@@ -212,7 +215,7 @@ def _nearest(name: str) -> list[str]:
 _ALIKE = 0.7
 """Share of equal letters (difflib's ratio) from which a name may be a typo of another."""
 
-_SIZE = re.compile(r"(?:\d+x)?\d+(?:\.\d+)?[bm](?![a-z0-9])")
+_SIZE = re.compile(r"(?<![b-z])(?:\d+x)?\d+(?:\.\d+)?[bm](?![a-z0-9])")
 
 
 def _numbers(name: str) -> tuple[list[str], list[str]]:
