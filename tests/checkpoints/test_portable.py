@@ -6,6 +6,7 @@ import moving
 import pytest
 import torch
 from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+from transformers import Trainer
 
 from toolkit import environment
 from toolkit.checkpoints import portable, portable_files
@@ -50,7 +51,8 @@ def test_it_goes_on_in_another_launch(run_on, writer, reader, flags):
     move = moving.moved(wrote, resumed)
     assert move.problem("bf16" if "--bf16" in flags else "no") is None
     (before, ranks), (after, others) = (name.split(":") for name in (writer, reader))
-    assert f"{ranks} ranks under {before} wrote that checkpoint, and {others} ranks" in move.said
+    ours = f"{others} rank{'s' if others != '1' else ''} under {after} take over"
+    assert f"{ranks} ranks under {before} wrote that checkpoint; {ours}" in move.said
     assert resumed.first_step() == moving.SAVED + 1
 
 
@@ -99,6 +101,25 @@ def test_in_a_script_it_goes_on_in_other_micro_batches(trainer_in, tmp_path):
     divided.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-2"))
     # Rows are random: other ones would have other losses.
     assert divided.record["losses"] == pytest.approx(straight.record["losses"][2:], rel=1e-5)
+
+
+def test_a_stock_trainers_checkpoint_is_converted_and_goes_on(trainer_in, tmp_path, capsys):
+    like = trainer_in("like", dropout=0.0)
+    like.args.output_dir = str(tmp_path / "stock")
+    sets = {"train_dataset": like.train_dataset, "processing_class": None}
+    stock = Trainer(model=like.model, args=like.args, **sets)
+    stock.train()
+    convert(tmp_path / "stock" / "checkpoint-2", tmp_path / "moved")
+    resumed = trainer_in("resumed", dropout=0.0)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "moved" / "checkpoint-2"))
+    losses = [line["loss"] for line in stock.state.log_history if "loss" in line]
+    assert resumed.record["losses"] == pytest.approx([float(loss) for loss in losses[2:]], rel=1e-4)
+    both = resumed.model.named_parameters(), stock.model.parameters()
+    for (name, ours), theirs in zip(*both, strict=True):
+        assert torch.equal(ours, theirs), name
+    assert "1 rank of Trainer: whole wrote that checkpoint; 1 rank under single" in (
+        capsys.readouterr().out
+    )
 
 
 def test_torchs_own_reader_reads_it(trained, one_rank):

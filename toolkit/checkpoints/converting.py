@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from toolkit.checkpoints.atomic_folder import atomic_folder, room_missing
 from toolkit.checkpoints.folders import KIND, checkpoint_folder
@@ -23,7 +23,9 @@ from toolkit.errors import UsageError
 from toolkit.records.json_files import SCHEMA, write_json
 from toolkit.records.manifests import FORMAT
 
-COPIED = ("losses.json", "trainer_state.json", "rank-*.pt")
+TRAINER_STATE: Final = "trainer_state.json"
+
+OWN: Final = ("losses.json", "rank-*.pt")
 """Files of the toolkit's own checkpoints that are the same in both forms."""
 
 
@@ -53,7 +55,7 @@ def convert(folder: Path, output: Path, *, base: Path | None = None) -> Path:
     facts = {} if contents.manifest is None else contents.manifest["facts"]
     described: dict[str, Any] = {"kind": KIND, "format": FORMAT, "form": PORTABLE}
     with atomic_folder(target, shared=False, **described, step=contents.step, facts=facts) as draft:
-        for pattern in COPIED if contents.library == "toolkit" else ():
+        for pattern in (TRAINER_STATE, *(OWN if contents.library == "toolkit" else ())):
             for file in folder.glob(pattern):
                 shutil.copyfile(file, draft / file.name)
         for name, tensors in ((WEIGHTS, contents.weights), (OPTIMIZER, contents.states)):

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from toolkit.checkpoints.folders import KIND, checkpoints_in, shares, tidy
-from toolkit.checkpoints.portable_files import PORTABLE
+from toolkit.checkpoints.portable_files import PORTABLE, STATE_FILE, PortableState
 from toolkit.checkpoints.resume_request import ResumeRequest
 from toolkit.engines.wrapped import world_rank
 from toolkit.errors import UsageError
 from toolkit.launching.ranks import rank
 from toolkit.measuring.attestation import gather_objects
+from toolkit.records.json_files import read_as
 from toolkit.records.manifests import MANIFEST, Damaged, check_file, checkpoint_step, read_manifest
 
 RANKS: Final = "num_processes"
@@ -101,7 +102,7 @@ def find_checkpoint(
                 folder=folder,
                 step=manifest["step"],
                 ranks=_ranks_of(manifest),
-                moved=_moved(manifest, now),
+                moved=_moved(folder, manifest, now),
                 damaged=tuple(passed_over),
             )
         passed_over += damage
@@ -165,19 +166,30 @@ def _ranks_of(manifest: Mapping[str, Any]) -> int:
     return sum(re.fullmatch(r"rank-\d+\.pt", name) is not None for name in manifest["files"])
 
 
-def _moved(manifest: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    wrote, here = ((_ranks_of(manifest), manifest["facts"]), (now.get(RANKS), now))
-    words: list[str] = []
-    for ranks, facts in (wrote, here):
-        stage = facts.get("zero_stage")
-        name = facts.get("strategy", facts.get("backend", "another library"))
-        words.append(f"{ranks} ranks under {name}{f' stage {stage}' if stage else ''}")
-    if words[0] == words[1]:
+def _moved(folder: Path, manifest: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    wrote, here = (
+        _launch_in_words(facts, ranks)
+        for facts, ranks in ((manifest["facts"], _ranks_of(manifest)), (now, now.get(RANKS)))
+    )
+    if not manifest["facts"]:  # made of another library's files
+        state = read_as(folder / PORTABLE / STATE_FILE, PortableState)
+        wrote = f"{_ranks_in_words(state['ranks'])} of {state['strategy']}"
+    if wrote == here:
         return None
     return (
-        f"{words[0]} wrote that checkpoint, and {words[1]} go on from it with the same rows in "
-        "each step; their sums are rounded otherwise, and dropout falls on other tokens"
+        f"{wrote} wrote that checkpoint; {here} take over, with the same rows in each step. Sums "
+        "are rounded otherwise, and dropout falls on other tokens"
     )
+
+
+def _launch_in_words(facts: Mapping[str, Any], ranks: Any) -> str:
+    stage = facts.get("zero_stage")
+    name = facts.get("strategy", facts.get("backend"))
+    return f"{_ranks_in_words(ranks)} under {name}{f' stage {stage}' if stage else ''}"
+
+
+def _ranks_in_words(ranks: Any) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def _facts_of(manifest: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

@@ -85,6 +85,8 @@ def read_model(folder: Path, wrapped: Wrapped, *, step: int) -> None:
 
 def read_random_state(folder: Path, accelerator: Any) -> None:
     """Put this rank's random numbers back, after the loader drew its own from them."""
+    if not any(folder.glob("rank-*.pt")):  # made of another library's files
+        return
     state = _read_own(folder, accelerator)["random"]
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
