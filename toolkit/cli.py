@@ -480,12 +480,7 @@ BaseModel = Annotated[
 ]
 
 
-@checkpoint.command(
-    "show",
-    epilog=_examples(
-        "toolkit checkpoint show runs/a/checkpoint-15", "toolkit checkpoint show MODEL --json"
-    ),
-)
+@checkpoint.command("show", epilog=_examples("toolkit checkpoint show runs/a/checkpoint-15"))
 def checkpoint_show(
     folder: CheckpointFolder, base: BaseModel = None, as_json: AsJson = False
 ) -> None:
@@ -508,8 +503,7 @@ def checkpoint_verify(
     as_json: AsJson = False,
 ) -> None:
     """Read every tensor. Exit 1 where one is damaged, not finite, or another than the other's."""
-    other = None if against is None else str(against)
-    _read_checkpoint("verify", folder, against=other, as_json=as_json)
+    _read_checkpoint("verify", folder, against=against, as_json=as_json)
 
 
 @checkpoint.command(
@@ -523,7 +517,7 @@ def checkpoint_convert(
     folder: CheckpointFolder, output: OutputFolder, base: BaseModel = None
 ) -> None:
     """Write OUTPUT/checkpoint-STEP in the portable form, which any strategy goes on from."""
-    _read_checkpoint("convert", folder, output=str(output), base=base)
+    _read_checkpoint("convert", folder, output=output, base=base)
 
 
 @checkpoint.command(
@@ -546,8 +540,8 @@ def checkpoint_merge(
     ] = False,
 ) -> None:
     """Write the weights as from_pretrained loads them, or an adapter as peft does."""
-    settings = {"output": str(output), "base": base, "dtype": dtype}
-    _read_checkpoint("merge", folder, merge_adapter=merge_adapter, **settings)
+    settings = {"base": base, "dtype": dtype, "merge_adapter": merge_adapter}
+    _read_checkpoint("merge", folder, output=output, **settings)
 
 
 def _read_checkpoint(verb: str, folder: Path, **settings: Any) -> None:
@@ -555,8 +549,8 @@ def _read_checkpoint(verb: str, folder: Path, **settings: Any) -> None:
 
     from toolkit.launching.python import become
 
-    words = {"verb": verb, "folder": str(folder), **settings}
-    become("toolkit.training.checkpoint_command", json.dumps(words))
+    words = {"verb": verb, "folder": folder, **settings}
+    become("toolkit.training.checkpoint_command", json.dumps(words, default=str))
 
 
 @app.command(

@@ -160,9 +160,10 @@ def test_weights_of_another_model_are_named(trainer_in, trained, tmp_path):
     name = next(iter(read))
     read["model.more"] = read.pop(name).clone()
     other = tmp_path / "other"
-    with portable_files.PartWriter(other / PORTABLE / WEIGHTS) as writer:
-        for each, tensor in read.items():
-            writer.add(each, tensor)
+    writer = portable_files.PartWriter(other / PORTABLE / WEIGHTS)
+    for each, tensor in read.items():
+        writer.add(each, tensor)
+    writer.flush()
     with pytest.raises(UsageError) as error:
         portable.read_weights(Parts(other / PORTABLE / WEIGHTS), other, trainer.prepared())
     said = f"of another model: it lacks {name}; it has more than the model: model.more."

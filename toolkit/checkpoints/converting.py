@@ -16,9 +16,9 @@ from toolkit.checkpoints.portable_files import (
     WEIGHTS,
     PartWriter,
     PortableState,
+    plain_numbers,
 )
-from toolkit.checkpoints.reading import plain_numbers, read_folder
-from toolkit.checkpoints.stored import Contents
+from toolkit.checkpoints.reading import read_folder
 from toolkit.errors import UsageError
 from toolkit.records.json_files import SCHEMA, write_json
 from toolkit.records.manifests import FORMAT
@@ -59,24 +59,22 @@ def convert(folder: Path, output: Path, *, base: Path | None = None) -> Path:
             for file in folder.glob(pattern):
                 shutil.copyfile(file, draft / file.name)
         for name, tensors in ((WEIGHTS, contents.weights), (OPTIMIZER, contents.states)):
-            with PartWriter(draft / PORTABLE / name) as parts:
-                for key, tensor in tensors.items():
-                    parts.add(key, tensor.read())
-        write_json(draft / PORTABLE / STATE_FILE, {**_state_of(contents)})
+            parts = PartWriter(draft / PORTABLE / name)
+            for key, tensor in tensors.items():
+                parts.add(key, tensor.read())
+            parts.flush()
+        ours = contents.library == "toolkit"
+        state = PortableState(
+            schema=SCHEMA,
+            step=contents.step,
+            ranks=contents.ranks or 1,
+            strategy=contents.strategy if ours else f"{contents.library}: {contents.strategy}",
+            groups=contents.groups,
+            scheduler=plain_numbers(contents.scheduler),
+            loss_scale=contents.loss_scale,
+        )
+        write_json(draft / PORTABLE / STATE_FILE, state)
     return target
-
-
-def _state_of(contents: Contents) -> PortableState:
-    ours = contents.library == "toolkit"
-    return PortableState(
-        schema=SCHEMA,
-        step=contents.step or 0,
-        ranks=contents.ranks or 1,
-        strategy=contents.strategy if ours else f"{contents.library}: {contents.strategy}",
-        groups=contents.groups,
-        scheduler=plain_numbers(contents.scheduler),
-        loss_scale=contents.loss_scale,
-    )
 
 
 def require_room(folder: Path, needed: int) -> None:

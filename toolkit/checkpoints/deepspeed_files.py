@@ -114,7 +114,7 @@ def _partitioned(
     add_groups(contents, shapes, inner["param_groups"])
     scaler = vars(of_rank[0]["loss_scaler"]) if "loss_scaler" in of_rank[0] else {}
     if "scale_window" in scaler:
-        since = scaler["cur_iter"] - max(scaler["last_overflow_iter"], 0)
+        since = (scaler["cur_iter"] - scaler["last_overflow_iter"] - 1) % scaler["scale_window"]
         contents.loss_scale = {"scale": scaler["cur_scale"], "steps_since_change": since}
     return contents
 

@@ -21,6 +21,7 @@ from toolkit.checkpoints.portable_files import (
     PartWriter,
     PortableState,
     parameter_and_state,
+    plain_numbers,
     state_key,
 )
 from toolkit.checkpoints.stored import name_in_model
@@ -53,7 +54,8 @@ def write_portable(draft: Path, wrapped: Wrapped, *, step: int, strategy: str) -
         turn = 0 if backend.one_rank_steps else dealt.index(min(dealt))
         dealt[turn] += elements_of(parameter)
         weight = backend.full_weight(parameter)
-        whole = backend.full_states(parameter, wrapped.optimizer) if _trains(parameter) else {}
+        trains = parameter.requires_grad
+        whole = backend.full_states(parameter, wrapped.optimizer) if trains else {}
         _check_states(name, tuple(weight.shape), whole)
         if turn != here or failed is not None:
             continue
@@ -129,11 +131,7 @@ def _buffers(backend: Backend) -> dict[str, torch.Tensor]:
 
 def _kept(backend: Backend, wrapped: Wrapped) -> list[tuple[str, Parameter]]:
     alone = wrapped.trains_adapters_alone
-    return [(name, p) for name, p in _named(backend) if _trains(p) or not alone]
-
-
-def _trains(parameter: Parameter) -> bool:
-    return bool(parameter.requires_grad)
+    return [(name, p) for name, p in _named(backend) if p.requires_grad or not alone]
 
 
 def _check_states(name: str, shape: tuple[int, ...], states: dict[str, torch.Tensor]) -> None:
@@ -170,14 +168,13 @@ def _state_of(backend: Backend, wrapped: Wrapped, *, step: int, strategy: str) -
         )
         for group, parameters in backend.parameter_groups(wrapped.optimizer)
     ]
-    content = wrapped.scheduler.state_dict()
     return PortableState(
         schema=SCHEMA,
         step=step,
         ranks=wrapped.accelerator.num_processes,
         strategy=strategy,
         groups=groups,
-        scheduler={k: v for k, v in content.items() if isinstance(v, bool | int | float | str)},
+        scheduler=plain_numbers(wrapped.scheduler.state_dict()),
         loss_scale=_loss_scale(backend, wrapped),
     )
 

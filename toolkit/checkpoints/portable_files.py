@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self, TypedDict
+from typing import Any, Final, TypedDict
 
 import torch
 from safetensors import safe_open
@@ -58,6 +57,11 @@ class PortableState(TypedDict):
     """Of fp16: `scale` and `steps_since_change`; None elsewhere."""
 
 
+def plain_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a scheduler's state has beside lists and functions."""
+    return {k: v for k, v in state.items() if isinstance(v, bool | int | float | str)}
+
+
 def state_key(name: str, state: str) -> str:
     """Return the key of an optimizer's state of the parameter `name`, as torch flattens it."""
     return f"state.{name}.{state}"
@@ -88,25 +92,13 @@ class PartWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is held."""
+        """Write what is held; after the last tensor, too."""
         if not self._held:
             return
         self._files += 1
         name = f"{self._prefix}-{self._files:05}.safetensors"
         save_file(self._held, self._folder / name, metadata={"format": "pt"})
         self._held = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self.flush()
 
 
 class Parts(Mapping[str, torch.Tensor]):

@@ -238,10 +238,5 @@ def _read_beside(contents: Contents) -> None:
         contents.step = int(steps[0].read())
 
 
-def plain_numbers(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a scheduler's state."""
-    return {k: v for k, v in state.items() if isinstance(v, int | float)}
-
-
 def elements(tensors: dict[str, Stored]) -> int:
     return sum(torch.Size(tensor.shape).numel() for tensor in tensors.values())

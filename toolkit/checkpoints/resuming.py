@@ -56,9 +56,6 @@ class Resumed:
     step: int
     """Optimizer steps that were done."""
 
-    ranks: int
-    """Ranks that wrote it."""
-
     moved: str | None = None
     """Sentence on what this launch cannot repeat, where it is not the one that wrote it."""
 
@@ -101,7 +98,6 @@ def find_checkpoint(
             return Resumed(
                 folder=folder,
                 step=manifest["step"],
-                ranks=_ranks_of(manifest),
                 moved=_moved(folder, manifest, now),
                 damaged=tuple(passed_over),
             )

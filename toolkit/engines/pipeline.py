@@ -298,9 +298,6 @@ class Pipelined(Backend):
             dist.broadcast(states[name], group_src=holder, group=self._pipeline.group)
         return states
 
-    def persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from ()  # a stage numbers its layers anew, and no model has been seen with any
-
     # Steps
 
     def run_together(
