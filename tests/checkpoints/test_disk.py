@@ -47,7 +47,7 @@ def test_whoever_writes_a_full_disk_is_named(tmp_path, one_rank, writer):
         WRITERS[writer](tmp_path)
     words = save_failure(error.value, tmp_path)
     assert words.startswith(f"no space left on the disk of {tmp_path}, or a limit on the size of")
-    assert "Make room and resume from the last checkpoint" in words
+    assert "Make room and start again (a training: from its last checkpoint)" in words
 
 
 @pytest.mark.parametrize("script", ["toolkit.train", "toolkit.rehearse"])

@@ -297,7 +297,7 @@ from toolkit.checkpoints import converting
 add = converting.PartWriter.add
 def slowly(self, name, tensor):
     add(self, name, tensor)
-    self._flush()
+    self.flush()
     time.sleep(0.2)
 converting.PartWriter.add = slowly
 converting.convert(Path(sys.argv[1]), Path(sys.argv[2]))
@@ -320,6 +320,31 @@ def test_a_convert_that_is_killed_leaves_the_old_one_whole(by_trainer, tmp_path)
     assert any(tmp_path.glob(".checkpoint-2.draft-*"))
     convert(by_trainer[1], tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+FULL = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # as a disk that is full by then
+from toolkit.training.checkpoint_command import main
+main()
+"""
+
+
+@pytest.mark.long  # it starts a Python that imports all
+@pytest.mark.parametrize("verb", ["convert", "merge"])
+def test_a_disk_that_gets_full_is_named_and_leaves_the_old_one_whole(by_trainer, tmp_path, verb):
+    write = {"convert": convert, "merge": merge}[verb]
+    output = tmp_path / "output"
+    made = write(by_trainer[1], output)
+    before = check(made)
+    words = {"verb": verb, "folder": str(by_trainer[1]), "output": str(output)}
+    command = [sys.executable, "-c", FULL, json.dumps(words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"toolkit: .*no space left on the disk of", done.stderr)
+    assert "Traceback" not in done.stderr
+    assert check(made) == before
+    assert [*made.parent.glob(".*")] == []
 
 
 def test_the_command_says_what_is_wrong_with_which_file(by_trainer, tmp_path, command, capsys):

@@ -325,7 +325,8 @@ def _free_name(path: Path, pattern: str) -> Path:
 
 
 ADVICE: Final = (
-    "Make room and resume from the last checkpoint, or pass --output_dir on another disk."
+    "Make room and start again (a training: from its last checkpoint), or name a folder on another "
+    "disk."
 )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoints import judging
+from toolkit.checkpoints.atomic_folder import save_failure
 from toolkit.checkpoints.converting import convert
 from toolkit.errors import SaveError, UsageError, file_sentence, is_full_disk
 from toolkit.launching.ranks import quiet
@@ -44,12 +45,20 @@ def run(verb: str, folder: Path, *, as_json: bool = False, **settings: Any) -> i
 def main() -> None:
     quiet()
     settings = json.loads(sys.argv[1])
+    output = settings.get("output")
     try:
         code = run(folder=Path(settings.pop("folder")), **settings)
-    except (UsageError, SaveError, OSError) as error:
-        text = file_sentence(error) if isinstance(error, OSError) else str(error)
+    except Exception as error:
+        code = 2
+        if output is not None and is_full_disk(error):  # safetensors has an error of its own
+            code, text = 1, f"{output} was not written: {save_failure(error, Path(output))}"
+        elif isinstance(error, OSError):
+            text = file_sentence(error)
+        elif isinstance(error, UsageError | SaveError):
+            text = str(error)
+        else:
+            raise
         sys.stderr.write(f"toolkit: {text}\n")
-        code = 1 if is_full_disk(error) else 2
     raise SystemExit(code)
 
 
