@@ -124,7 +124,7 @@ def train_by_loop():
         for step, batch in enumerate(loader):
             loss = trained(**batch).loss
             if fault == "noise_of_its_own":
-                loss = loss * (1 + 0.1 * torch.rand((), generator=noise))
+                loss = loss * (1 + 9 * torch.rand((), generator=noise))
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
