@@ -480,7 +480,12 @@ BaseModel = Annotated[
 ]
 
 
-@checkpoint.command("show", epilog=_examples("toolkit checkpoint show runs/a/checkpoint-15"))
+@checkpoint.command(
+    "show",
+    epilog=_examples(
+        "toolkit checkpoint show runs/a/checkpoint-15", "toolkit checkpoint show MODEL --json"
+    ),
+)
 def checkpoint_show(
     folder: CheckpointFolder, base: BaseModel = None, as_json: AsJson = False
 ) -> None:
