@@ -11,7 +11,8 @@ from transformers import Trainer
 from toolkit import environment
 from toolkit.checkpoints import portable, portable_files
 from toolkit.checkpoints.converting import convert
-from toolkit.checkpoints.portable_files import OPTIMIZER, PORTABLE, STATE_FILE, WEIGHTS, Parts
+from toolkit.checkpoints.portable_files import OPTIMIZER, PORTABLE, STATE_FILE, WEIGHTS
+from toolkit.checkpoints.stored import read_parts
 from toolkit.errors import UsageError
 from toolkit.strategies import STRATEGIES
 from toolkit.training.arguments import RunArguments
@@ -117,9 +118,9 @@ def test_a_stock_trainers_checkpoint_is_converted_and_goes_on(trainer_in, tmp_pa
     both = resumed.model.named_parameters(), stock.model.parameters()
     for (name, ours), theirs in zip(*both, strict=True):
         assert torch.equal(ours, theirs), name
-    assert "1 rank of Trainer: whole wrote that checkpoint; 1 rank under single" in (
-        capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert "1 rank of Trainer: whole wrote that checkpoint; 1 rank under single take over" in said
+    assert "nothing of data, batch and settings: they are not compared" in said
 
 
 def test_torchs_own_reader_reads_it(trained, one_rank):
@@ -156,7 +157,7 @@ def test_a_native_one_names_the_command_that_makes_it_portable(trainer_in, tmp_p
 
 def test_weights_of_another_model_are_named(trainer_in, trained, tmp_path):
     trainer, checkpoint = trained
-    read = dict(Parts(checkpoint / PORTABLE / WEIGHTS))
+    read = {n: t.read() for n, t in read_parts(checkpoint / PORTABLE / WEIGHTS).items()}
     name = next(iter(read))
     read["model.more"] = read.pop(name).clone()
     other = tmp_path / "other"
@@ -165,7 +166,7 @@ def test_weights_of_another_model_are_named(trainer_in, trained, tmp_path):
         writer.add(each, tensor)
     writer.flush()
     with pytest.raises(UsageError) as error:
-        portable.read_weights(Parts(other / PORTABLE / WEIGHTS), other, trainer.prepared())
+        portable.read_weights(other, trainer.prepared())
     said = f"of another model: it lacks {name}; it has more than the model: model.more."
     assert said in str(error.value)
 

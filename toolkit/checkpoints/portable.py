@@ -17,14 +17,13 @@ from toolkit.checkpoints.portable_files import (
     STATE_FILE,
     WEIGHTS,
     Group,
-    Parts,
     PartWriter,
     PortableState,
     parameter_and_state,
     plain_numbers,
     state_key,
 )
-from toolkit.checkpoints.stored import name_in_model
+from toolkit.checkpoints.stored import Stored, name_in_model, read_parts
 from toolkit.engines.backend import backend_of
 from toolkit.engines.base import Backend, Parameter
 from toolkit.engines.tensors import elements_of, shape_of
@@ -86,12 +85,11 @@ def read_portable(checkpoint: Path, wrapped: Wrapped) -> None:
     """
     folder, backend = checkpoint / PORTABLE, backend_of(wrapped.model)
     saved = read_as(folder / STATE_FILE, PortableState)
-    weights, states = Parts(folder / WEIGHTS), Parts(folder / OPTIMIZER)
-    read_weights(weights, checkpoint, wrapped)
+    read_weights(checkpoint, wrapped)
     of_parameter: dict[str, dict[str, torch.Tensor]] = {}
-    for key in states:
+    for key, stored in read_parts(folder / OPTIMIZER).items():
         name, state = parameter_and_state(key)
-        of_parameter.setdefault(name, {})[state] = states[key]
+        of_parameter.setdefault(name, {})[state] = stored.read()
     backend.set_full_states(
         wrapped.optimizer, lambda name: of_parameter.get(name_in_model(name), {})
     )
@@ -104,16 +102,16 @@ def read_portable(checkpoint: Path, wrapped: Wrapped) -> None:
     _set_loss_scale(backend, wrapped, saved["loss_scale"])
 
 
-def read_weights(weights: Parts, checkpoint: Path, wrapped: Wrapped) -> None:
+def read_weights(checkpoint: Path, wrapped: Wrapped) -> None:
     """Read the weights alone; a collective."""
-    backend = backend_of(wrapped.model)
+    weights, backend = read_parts(checkpoint / PORTABLE / WEIGHTS), backend_of(wrapped.model)
     buffers = _buffers(backend)
     kept = dict(_kept(backend, wrapped))
     _require_same_model(checkpoint, weights, {n: shape_of(p) for n, p in (kept | buffers).items()})
     for name, parameter in kept.items():
-        backend.set_full_weight(parameter, weights[name])
+        backend.set_full_weight(parameter, weights[name].read())
     for name, buffer in buffers.items():
-        buffer.copy_(weights[name])
+        buffer.copy_(weights[name].read())
 
 
 def is_portable(checkpoint: Path) -> bool:
@@ -145,10 +143,10 @@ def _check_states(name: str, shape: tuple[int, ...], states: dict[str, torch.Ten
 
 
 def _require_same_model(
-    checkpoint: Path, weights: Parts, wanted: dict[str, tuple[int, ...]]
+    checkpoint: Path, weights: dict[str, Stored], wanted: dict[str, tuple[int, ...]]
 ) -> None:
     lost, left = wanted.keys() - weights.keys(), weights.keys() - wanted.keys()
-    others = {n for n in wanted.keys() & weights.keys() if tuple(weights[n].shape) != wanted[n]}
+    others = {n for n in wanted.keys() & weights.keys() if weights[n].shape != wanted[n]}
     found = {"lacks": lost, "has more than the model:": left, "has in another shape": others}
     said = [f"{what} {', '.join(sorted(names)[:3])}" for what, names in found.items() if names]
     if said:

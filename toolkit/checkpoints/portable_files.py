@@ -8,12 +8,11 @@ state, `state.<parameter>.<state>`. `portable/state.json` has the rest. None of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypedDict
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 PORTABLE: Final = "portable"
@@ -99,32 +98,3 @@ class PartWriter:
         name = f"{self._prefix}-{self._files:05}.safetensors"
         save_file(self._held, self._folder / name, metadata={"format": "pt"})
         self._held = {}
-
-
-class Parts(Mapping[str, torch.Tensor]):
-    """The tensors of a folder's safetensors files, read when they are used.
-
-    A tensor is a view of its file in memory that is mapped: only what is copied from it is read.
-
-    Raises:
-        ValueError: a name stands in two files.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._places: dict[str, Any] = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            opened: Any = safe_open(file, framework="pt")
-            names: list[str] = opened.keys()
-            for name in names:
-                if name in self._places:
-                    raise ValueError(f"{name} stands in two files of {folder}")
-                self._places[name] = opened
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._places[name].get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)

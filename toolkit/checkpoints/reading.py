@@ -22,7 +22,7 @@ from toolkit.checkpoints.portable_files import (
     WEIGHTS,
     PortableState,
 )
-from toolkit.checkpoints.stored import Contents, Stored, damage_named, load_plain, read_safetensors
+from toolkit.checkpoints.stored import Contents, Stored, damage_named, load_plain, read_parts
 from toolkit.checkpoints.torch_files import (
     add_named_shards,
     add_optimizer,
@@ -160,18 +160,11 @@ def _scale_of(scaler: dict[str, Any]) -> dict[str, float]:
 
 def _read_portable(contents: Contents, folder: Path) -> None:
     state = read_as(folder / STATE_FILE, PortableState)
-    contents.weights = _parts(folder / WEIGHTS)
-    contents.states = _parts(folder / OPTIMIZER)
+    contents.weights = read_parts(folder / WEIGHTS)
+    contents.states = read_parts(folder / OPTIMIZER)
     contents.groups, contents.scheduler = state["groups"], state["scheduler"]
     contents.loss_scale, contents.ranks = state["loss_scale"], state["ranks"]
     contents.strategy = state["strategy"]
-
-
-def _parts(folder: Path) -> dict[str, Stored]:
-    tensors: dict[str, Stored] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors |= read_safetensors(file)[0]
-    return tensors
 
 
 # Other libraries'

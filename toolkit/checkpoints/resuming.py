@@ -169,7 +169,10 @@ def _moved(folder: Path, manifest: Mapping[str, Any], now: Mapping[str, Any]) ->
     )
     if not manifest["facts"]:  # made of another library's files
         state = read_as(folder / PORTABLE / STATE_FILE, PortableState)
-        wrote = f"{_ranks_in_words(state['ranks'])} of {state['strategy']}"
+        return (
+            f"{_ranks_in_words(state['ranks'])} of {state['strategy']} wrote that checkpoint; "
+            f"{here} take over. It tells nothing of data, batch and settings: they are not compared"
+        )
     if wrote == here:
         return None
     return (

@@ -26,7 +26,7 @@ import torch
 from toolkit.checkpoints.atomic_folder import atomic_folder, room_missing, save_failure
 from toolkit.checkpoints.folders import KIND, checkpoint_folder, rotate, shares
 from toolkit.checkpoints.portable import is_portable, read_portable, read_weights, write_portable
-from toolkit.checkpoints.portable_files import PORTABLE, WEIGHTS, Parts
+from toolkit.checkpoints.portable_files import PORTABLE
 from toolkit.checkpoints.preemption import Preempted, Preemption
 from toolkit.engines.backend import backend_of
 from toolkit.engines.wrapped import Wrapped
@@ -78,7 +78,7 @@ def read_states(folder: Path, wrapped: Wrapped, *, step: int) -> None:
 def read_model(folder: Path, wrapped: Wrapped, *, step: int) -> None:
     """Read the model alone when training is over; every rank calls it."""
     if is_portable(folder):
-        read_weights(Parts(folder / PORTABLE / WEIGHTS), folder, wrapped)
+        read_weights(folder, wrapped)
     else:
         backend_of(wrapped.model).read_model(folder, wrapped, step=step)
 
@@ -287,6 +287,8 @@ def _save_together(
             )
 
     def write_parts() -> None:
+        if failed is not None:
+            raise failed
         write_own(draft, wrapped, portable=portable)
         for write in writers if accelerator.is_main_process else ():
             write(draft)
@@ -308,7 +310,7 @@ def _save_together(
             write = partial(write_portable, draft, wrapped, step=step, strategy=strategy)
         else:
             write = partial(backend.write_together, draft, wrapped, step=step)
-        _write_together(draft, folder, write, accelerator.process_index)
+        failed = _write_together(draft, folder, write, accelerator.process_index)
         _on_every_rank(folder, write_parts)
         for of_rank in _on_every_rank(folder, entries_of_share):
             entries |= of_rank
@@ -318,9 +320,10 @@ def _save_together(
 
 def _write_together(
     draft: Path, folder: Path, write: Callable[[], Exception | None], rank: int
-) -> None:
+) -> Exception | None:
+    """Write by all ranks together, and return the error of this rank's files, if it could go on."""
     try:
-        failed = write()
+        return write()
     except UsageError:
         raise
     except Exception as error:  # other ranks may be stuck in theirs, and could not be told
@@ -329,12 +332,6 @@ def _write_together(
         raise SaveError(
             f"{folder} was not saved. rank {rank}: {save_failure(error, folder)}"
         ) from error
-
-    def tell() -> None:
-        if failed is not None:
-            raise failed
-
-    _on_every_rank(folder, tell)
 
 
 def _on_every_rank(folder: Path, act: Callable[[], Any]) -> list[Any]:

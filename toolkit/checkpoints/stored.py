@@ -185,6 +185,23 @@ def read_safetensors(file: Path) -> tuple[dict[str, Stored], Mapping[str, str]]:
         return {name: _slice_of(opened, file, name) for name in names}, opened.metadata() or {}
 
 
+def read_parts(folder: Path) -> dict[str, Stored]:
+    """Return the tensors of all safetensors files of a folder, as a portable checkpoint has them.
+
+    A tensor is a view of its file in memory that is mapped: only what is copied from it is read.
+
+    Raises:
+        UsageError: a file is damaged, or a name stands in two of them.
+    """
+    parts: dict[str, Stored] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors, _ = read_safetensors(file)
+        if twice := sorted(tensors.keys() & parts.keys()):
+            raise NotWhole(f"{file} holds {twice[0]}, as another file does. Copy it anew.")
+        parts |= tensors
+    return parts
+
+
 def _slice_of(opened: Any, file: Path, name: str) -> Stored:
     part = opened.get_slice(name)
     # An empty part has the dtype: safetensors names it in words of its own.

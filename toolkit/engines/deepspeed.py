@@ -298,10 +298,14 @@ class DeepSpeed(Backend):
         groups = next(filter(None, (getattr(self._zero, name, None) for name in names)))
         return list(zip(self.masters_held(), groups, strict=True))
 
+    @functools.cached_property
+    def _flat_of(self) -> dict[int, torch.Tensor]:
+        return {id(p): flat for flat, parameters in self._flat_groups for p in parameters}
+
     def full_states(self, parameter: Any, optimizer: Any) -> dict[str, torch.Tensor]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        flat = next(f for f, group in self._flat_groups if any(p is parameter for p in group))
+        flat = self._flat_of[id(parameter)]
         states: dict[str, Any] = {}
         for name, state in optimizer_of(optimizer).state[flat].items():
             if not torch.is_tensor(state) or not state.dim():
@@ -343,11 +347,12 @@ class DeepSpeed(Backend):
                     if not numbers.dim():
                         state[name] = _count(inner, numbers, flat)
                         continue
-                    whole = state.setdefault(name, torch.zeros_like(flat, dtype=numbers.dtype))
+                    if name not in state:  # also where other ranks hold all of the parameter
+                        state[name] = torch.zeros_like(flat, dtype=numbers.dtype)
                     if place is not None:
                         begin, first, length = place
                         part = numbers.flatten()[first : first + length]
-                        whole[begin : begin + length].copy_(part)
+                        state[name][begin : begin + length].copy_(part)
             if state:
                 inner.state[flat] = state
             if is_swapped:
