@@ -103,7 +103,7 @@ def remove(file):
 
 class Evil:
     def __reduce__(self):
-        return Path.mkdir, (Path("/tmp/made-by-a-pickle"),)
+        return Path.mkdir, (Path("made-by-a-pickle"),)
 
 
 def infect(file):
@@ -131,7 +131,10 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("kind", "name", "spoil", "sentence"), FAULTS)
-def test_a_damaged_one_is_named_by_its_file(saved, tmp_path, kind, name, spoil, sentence):
+def test_a_damaged_one_is_named_by_its_file(
+    saved, tmp_path, monkeypatch, kind, name, spoil, sentence
+):
+    monkeypatch.chdir(tmp_path)  # where a pickle that is run makes its folder
     folder = tmp_path / kind
     shutil.copytree(saved / kind, folder)
     spoil(folder / name)
@@ -139,6 +142,7 @@ def test_a_damaged_one_is_named_by_its_file(saved, tmp_path, kind, name, spoil, 
         convert(folder, tmp_path / "output")
     assert not (tmp_path / "output").exists()
     assert sentence.partition(":")[0] in verify(folder)["damage"]
+    assert not Path("made-by-a-pickle").exists()
 
 
 def test_files_of_two_checkpoints_are_not_joined(saved, tmp_path):
