@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "scripts"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "scripts"), str(ROOT / "tests" / "helpers")]
 
 
 def write_checkpoints(arguments):

@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "configs" / "check")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
 from config_sweep import Case, sweep  # noqa: E402
 from real_parsers import every_file  # noqa: E402

@@ -26,7 +26,7 @@ from toolkit.strategies import get_strategy
 
 SCRIPT = Path(__file__).resolve().parents[1] / "tests" / "faults" / "train_with_faults.py"
 sys.path.insert(0, str(SCRIPT.parent))
-sys.path.insert(0, str(SCRIPT.parents[1]))
+sys.path[:0] = [str(SCRIPT.parents[1]), str(SCRIPT.parents[1] / "helpers")]
 
 PRECISIONS = ("no", "bf16")
 CONTROL = "control"
@@ -56,10 +56,11 @@ def main() -> None:
 
 def run(folder: Path, model: Path, precision: str, faults: list[str]) -> dict[str, Judgement]:
     """Train the control, the clean run and every fault, and judge each against the control."""
-    output = folder / precision
-    start("single", output, [model, output / CONTROL, "clean"], precision)
-    start("ddp", output, [model, output, "clean", *faults], precision)
-    control = output / CONTROL / "clean"
+    kind = "" if precision == "no" else f"{precision}/"
+    launched = folder / f"launched-{precision}"
+    start("single", launched, [model, folder / CONTROL, f"{kind}clean"])
+    start("ddp", launched, [model, folder, *(f"{kind}{name}" for name in ("clean", *faults))])
+    output, control = folder / kind, folder / CONTROL / kind / "clean"
     return {
         name: judge(
             Case(
@@ -73,7 +74,7 @@ def run(folder: Path, model: Path, precision: str, faults: list[str]) -> dict[st
     }
 
 
-def start(strategy: str, folder: Path, arguments: list[object], precision: str) -> None:
+def start(strategy: str, folder: Path, arguments: list[object]) -> None:
     files = write_configs(
         get_strategy(strategy),
         folder / f"{strategy}-config",
@@ -81,7 +82,7 @@ def start(strategy: str, folder: Path, arguments: list[object], precision: str) 
     )
     subprocess.run(
         launch_command(files.accelerate, [str(SCRIPT), *map(str, arguments)]),
-        env=os.environ | {"OMP_NUM_THREADS": "1", "FAULTS_PRECISION": precision},
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         check=True,
     )

@@ -493,7 +493,7 @@ def encoders() -> dict[str, Any]:
     return {"features": FEATURES, "forms": table.flat(), "rows": found}
 
 
-ENCODERS = Path(__file__).parents[1] / "tests/planning/encoders.json"
+ENCODERS = Path(__file__).parents[1] / "tests/helpers/encoders.json"
 
 
 def main() -> None:

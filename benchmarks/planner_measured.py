@@ -2,10 +2,10 @@
 
     python benchmarks/planner_measured.py
 
-The runs and their sources are in `tests/planning/calibration_cases.py` and `published_rows.py`.
+The runs and their sources are in `tests/helpers/calibration_cases.py` and `published_rows.py`.
 Allocated bytes are held to the middle of the planner's interval, reserved bytes and those of
 `nvidia-smi` to the interval from `expected` to `worst`. A third of the rows, drawn by the hash of
-their links (`tests/planning/held_out_rows.txt`), is kept out of every fit from 2026-11-27 on. Of
+their links (`tests/helpers/held_out_rows.txt`), is kept out of every fit from 2026-11-27 on. Of
 these, the rows that were added on that day have never been in a fit.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "planning"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 
 from calibration_cases import MEASURED, Measured
 from published_rows import HELD_OUT, PUBLISHED

@@ -24,7 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "configs" / "check")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
 import real_parsers  # noqa: E402
 

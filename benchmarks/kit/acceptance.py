@@ -61,6 +61,7 @@ INTERNAL: Final = "INTERNALERROR> "
 
 STACKS: Final = {"TORCH_SHOW_CPP_STACKTRACES": "1", "PYTHONFAULTHANDLER": "1"}
 LAYERS: Final = 8
+HELPERS: Final = ROOT / "tests" / "helpers"
 TEST_FOLDERS: Final = "planning data records configs measuring engines training causes doctor"
 STARTS_RANKS: Final = re.compile(
     r"\b(launch_environment|cold_environment|warm_environment|as_launched|launch|toolkit)[,)]"
@@ -459,7 +460,7 @@ def missing(file: Path) -> list[str]:
     Where pytest can't import one file, it runs the tests of none.
     """
     names = sorted(set(re.findall(r"^(?:import|from) (\w+)", file.read_text("utf-8"), re.M)))
-    beside = {one.stem for folder in (file.parent, ROOT / "tests") for one in folder.glob("*.py")}
+    beside = {one.stem for folder in (file.parent, HELPERS) for one in folder.glob("*.py")}
     return [name for name in names if name not in beside and find_spec(name) is None]
 
 

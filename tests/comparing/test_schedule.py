@@ -23,6 +23,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 from example_record import NOT_COUNTED, TRAINING
+from places import SCRIPTS
 from rich.console import Console
 from small_llama import CONFIG
 
@@ -40,7 +41,7 @@ from toolkit.launching import forking, launch, preflight
 from toolkit.launching.forking import SOCKET
 from toolkit.records.results import read_results
 
-FAKE_TRAIN = Path(__file__).with_name("fake_train.py")
+FAKE_TRAIN = SCRIPTS / "fake_train.py"
 PREPARED = {
     "data": {"name": "rows", "rows": 8, "max_length": 64},
     "training": TRAINING,

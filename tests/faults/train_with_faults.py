@@ -58,7 +58,7 @@ from toolkit.training.arguments import own_arguments, training_arguments, traini
 from toolkit.training.observers import Observer
 from toolkit.training.saving import save_model
 
-sys.path.append(str(Path(__file__).parents[1]))  # a rank's path is a safe one
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))  # a rank's path is a safe one
 from example_record import TRAINING
 
 FLAGS = [word for word in sys.argv[1:3] if word.startswith("--")]

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 STORE, FOLDER, TENSOR = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 import pipeline_cases  # noqa: E402
 from forked_ranks import become_a_rank  # noqa: E402

@@ -12,7 +12,7 @@ from argparse import Namespace
 from pathlib import Path
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu", "LOCAL_RANK": "0"}
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 import deepspeed
 import torch

@@ -8,7 +8,7 @@ from transformers import Trainer, TrainingArguments
 
 from toolkit import ToolkitTrainer
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 from small_models import tiny_llama
 
 

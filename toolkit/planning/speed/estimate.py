@@ -238,7 +238,7 @@ class PlannedCost:
 
 
 MOST_MEASURED = 128
-"""GPUs of the largest published run that speeds are checked against (tests/planning/speed_rows)."""
+"""GPUs of the largest published run that speeds are checked against (tests/helpers/speed_rows)."""
 
 
 def estimate_speed(

@@ -15,7 +15,7 @@ from pathlib import Path
 from toolkit.launching.status import StatusFile
 from toolkit.records.json_files import write_json
 
-sys.path.append(str(Path(__file__).parents[1]))  # ranks start with a safe path, without this folder
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))  # a rank's path is a safe one
 from example_record import DATA, MEMORY, RECORD, TRAINING
 
 HELD = [name for name, held in MEMORY.items() if held is not None]

@@ -19,7 +19,7 @@ from toolkit.records.evidence import read_evidence
 from toolkit.records.record import read_record
 from toolkit.strategies import get_strategy
 
-SCRIPT = Path(__file__).parent / "faults" / "train_with_faults.py"
+SCRIPT = Path(__file__).parents[1] / "faults" / "train_with_faults.py"
 
 OF_EVERY_STRATEGY = {
     "other_data_order",

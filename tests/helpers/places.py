@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 KIT = str(ROOT / "benchmarks" / "gpu_kit.py")
-SCRIPTS = Path(__file__).resolve().parent / "scripts"
+SCRIPTS = ROOT / "tests" / "scripts"
 CHROMIUM = shutil.which("chromium")

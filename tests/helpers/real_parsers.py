@@ -156,7 +156,7 @@ def every_file():
     """Return the bundled files and those that libraries ship: YAML and JSON."""
     import trl
 
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[2]
     shipped = Path(trl.__file__).parent / "accelerate_configs"
     return [
         *sorted((root / "accelerate_configs").glob("*.yaml")),

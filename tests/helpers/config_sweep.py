@@ -81,7 +81,7 @@ def read(file: Path) -> tuple[dict, dict | None]:
         return json.loads(text), None
     content = yaml.safe_load(text)
     name = value_at(content, ("deepspeed_config", "deepspeed_config_file"))
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[2]
     return content, None if name is None else json.loads((root / name).read_text())
 
 

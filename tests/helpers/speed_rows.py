@@ -1,4 +1,4 @@
-"""Throughput that others published, as jobs; `python tests/planning/speed_rows.py` prints how far
+"""Throughput that others published, as jobs; `python tests/helpers/speed_rows.py` prints how far
 the middle of each predicted interval is from it."""
 
 from __future__ import annotations
