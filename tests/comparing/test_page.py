@@ -111,7 +111,7 @@ def test_the_page_reads_in_order(text_of):
     wanted += ["agreement", "time", "warm-up", "scaling"]
     wanted += ["fixed", "environment", "commands", "failures", "limits"]
     assert [each for each in page.ids if each in wanted] == wanted
-    assert page.text.index(REHEARSAL) < page.text.index("trained as single-trainer did")
+    assert page.text.index(REHEARSAL) < page.text.index("runs trained the same model")
 
 
 def test_on_gpus_nothing_is_said_of_a_rehearsal(text_of):
