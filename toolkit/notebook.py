@@ -59,9 +59,6 @@ WIDTH: Final = 96
 
 TRAIN: Final = "toolkit.train"
 
-ATTESTED: Final = ("distributed type", "num processes", "wrapper", "zero stage", "held fraction")
-"""What a cell shows of an attestation; the rest can be unfolded."""
-
 
 class CellOutput(io.TextIOBase):
     """Takes lines, and shows the last of them as one output; prints them outside of notebooks."""
@@ -133,15 +130,12 @@ class Launched:
         return "\n".join(f"{name}: {value}" for name, value in self._rows())
 
     def _repr_html_(self) -> str:
-        rows = self._rows()
-        begin = next((at for at, (name, _) in enumerate(rows) if name == ATTESTED[0]), len(rows))
-        shown = [row for row in rows[begin:] if row[0] in ATTESTED]
-        folded = [row for row in rows[begin:] if row not in shown]
-        table = _html_table([*rows[:begin], *shown])
-        if not folded:
-            return table
-        more = f"<summary>{len(folded)} more facts that were attested</summary>"
-        return f"{table}<details>{more}{_html_table(folded)}</details>"
+        lines = (
+            f"<tr><th style='text-align:left'>{escape(name)}</th>"
+            f"<td style='text-align:left'>{escape(value)}</td></tr>"
+            for name, value in self._rows()
+        )
+        return f"<table><tbody>{''.join(lines)}</tbody></table>"
 
     def _rows(self) -> list[tuple[str, str]]:
         rows = [("strategy", self.strategy), ("status", self.status)]
@@ -160,15 +154,6 @@ class Launched:
                 if name != "sharded_fraction"  # the older name of `held_fraction`
             ]
         return rows
-
-
-def _html_table(rows: Sequence[tuple[str, str]]) -> str:
-    lines = (
-        f"<tr><th style='text-align:left'>{escape(name)}</th>"
-        f"<td style='text-align:left'>{escape(value)}</td></tr>"
-        for name, value in rows
-    )
-    return f"<table><tbody>{''.join(lines)}</tbody></table>"
 
 
 def _in_words(value: object) -> str:
@@ -308,7 +293,12 @@ class Compared:
         Raises:
             UsageError: the report has no such figure; the message lists those that it has.
         """
-        return cell_figure(redact_results(self.results), name)
+        shown = for_readers(redact_results(self.results))
+        figure = draw_one(shown, name)
+        if figure is None:
+            names = ", ".join(each.name for each in draw_all(shown, show_speed=True))
+            raise UsageError(f"The report has no figure {name!r}. It has {names}.")
+        return CellFigure(figure)
 
     def __repr__(self) -> str:
         return self._repr_markdown_()
@@ -426,41 +416,17 @@ MARKS: Final[dict[Mark, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CellFigure:
     """A figure of a comparison; it shows itself in a notebook."""
 
-    title: str
-    caption: str
-    notes: tuple[str, ...]
-    """Runs that are not drawn, and why."""
-
-    html: str
+    def __init__(self, figure: ReportFigure) -> None:
+        self.figure = figure
 
     def __repr__(self) -> str:
-        return "\n".join([self.title, self.caption, *self.notes])
+        return "\n".join([self.figure.title, self.figure.caption, *self.figure.notes])
 
     def _repr_html_(self) -> str:
-        return self.html
-
-
-def cell_figure(results: Results, name: str) -> CellFigure:
-    """Return a figure of the report; the caller should pass redacted results.
-
-    Raises:
-        UsageError: the report has no such figure.
-    """
-    shown = for_readers(results)
-    figure = draw_one(shown, name)
-    if figure is None:
-        names = ", ".join(each.name for each in draw_all(shown, show_speed=True))
-        raise UsageError(f"The report has no figure {name!r}. It has {names}.")
-    return CellFigure(
-        title=figure.title,
-        caption=figure.caption,
-        notes=tuple(figure.notes),
-        html=_html(figure, page_colours()),
-    )
+        return _html(self.figure, page_colours())
 
 
 def _html(figure: ReportFigure, colours: dict[str, str]) -> str:

@@ -1,5 +1,7 @@
 """Each figure draws every run that has its numbers, at the place of these numbers."""
 
+from pathlib import Path
+
 import pytest
 from matplotlib.collections import LineCollection, PolyCollection
 
@@ -9,7 +11,7 @@ from toolkit.comparing.report.figures.pipelines import bubbles
 from toolkit.comparing.report.figures.speed import _spread
 from toolkit.comparing.report.runs_table import runs_table
 from toolkit.errors import UsageError
-from toolkit.notebook import cell_figure
+from toolkit.notebook import Compared
 
 GIB = 2**30
 
@@ -266,12 +268,13 @@ def test_a_pipeline_that_cannot_be_drawn_says_why(piped, order, reason):
 
 def test_a_figure_of_a_cell_is_a_drawing_with_its_legend_in_fixed_colours(piped):
     results, _ = piped
-    figure = cell_figure(results, "bubble")
+    compared = Compared(folder=Path(), results=results)
+    figure = compared.figure("bubble")
     html = figure._repr_html_()
     assert "<svg" in html
     assert "var(--" not in html
     assert "■</span> forward" in html
-    assert figure.caption in html
-    assert str(figure).splitlines()[:2] == [figure.title, figure.caption]
+    assert str(figure).splitlines()[0] == "The bubble of a pipeline"
+    assert str(figure).splitlines()[1] in html
     with pytest.raises(UsageError, match=r"no figure 'bubbles'\. It has .*losses, bubble"):
-        cell_figure(results, "bubbles")
+        compared.figure("bubbles")

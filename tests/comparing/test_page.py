@@ -228,13 +228,6 @@ def test_the_phases_are_those_of_a_step(drawn):
     assert named("phases", drawn).svg.count("0.500 s") == 5
 
 
-def test_single_starts_are_dots_only_where_there_are_several(results, drawn):
-    assert "one start" in keys_of(named("steps", drawn))
-    for row in results["runs"]:
-        row["repeats"] = (row["repeats"] or [])[:1]
-    assert "one start" not in keys_of(figure_of(results, "steps"))
-
-
 def test_a_speed_up_has_its_ideal_and_its_base(drawn, rehearsal):
     scaling = named("scaling", drawn)
     assert keys_of(scaling) == ["fsdp-trainer", "ideal"]

@@ -28,7 +28,7 @@ PHASE_COLOURS: Final = dict(
 
 
 def step_times(results: Results) -> ReportFigure:
-    """Draw median and 90th percentile of a step's time; for several starts, the median of each."""
+    """Draw median and 90th percentile of a step's time."""
     figure = ReportFigure(
         results=results,
         name="steps",
@@ -50,9 +50,6 @@ def step_times(results: Results) -> ReportFigure:
             figure.lacks(row, "No bar", "its record has no 90th percentile")
             end = median
         spans.append((row, median, end))
-    several = any(len(_starts(row)) > 1 for row, _, _ in spans)
-    if several:
-        figure.caption += " The faint dots are the medians of the single starts."
     if results["rehearsal"]:
         figure.caption += f" {CPU_TIMES}"
     if not spans:
@@ -61,23 +58,12 @@ def step_times(results: Results) -> ReportFigure:
     _draw_spans(figure, spans)
     figure.add_key("median", INK, "dot")
     figure.add_key("up to the 90th percentile", INK, "area")
-    if several:
-        figure.add_key("one start", "var(--muted)", "dot")
     return figure
 
 
 def _draw_spans(figure: ReportFigure, spans: list[tuple[Row, float, float]]) -> None:
     with figure.canvas(0.6 + 0.24 * len(spans)) as canvas:
         axes = canvas.subplots()
-        longest = 0.0
-        dots: dict[str, list[tuple[float, float]]] = {}
-        dots_of_starts: dict[str, list[tuple[float, float]]] = {}
-        for place, (row, median, end) in enumerate(spans):
-            colour, starts = colour_of(row, figure.results), _starts(row)
-            dots.setdefault(colour, []).append((median, place))
-            if len(starts) > 1:
-                dots_of_starts.setdefault(colour, []).extend((at, place + 0.3) for at in starts)
-            longest = max(longest, median, end, *starts)
         colours = [colour_of(row, figure.results) for row, _, _ in spans]
         ends = [[(median, at), (end, at)] for at, (_, median, end) in enumerate(spans)]
         hints = [
@@ -86,11 +72,9 @@ def _draw_spans(figure: ReportFigure, spans: list[tuple[Row, float, float]]) -> 
         ]
         gid = figure.gid(*hints)
         draw_lines(axes, ends, colours, width=5, alpha=0.45, capstyle="projecting", gid=gid)
-        for colour, places in dots.items():
-            axes.plot(*zip(*places, strict=True), "o", color=colour, markersize=5.5)
-        for colour, places in dots_of_starts.items():
-            axes.plot(*zip(*places, strict=True), "o", color=colour, alpha=0.5, ms=3)
-        axes.set_xlim(0, longest * 1.06 or 1)
+        for place, (_, median, _) in enumerate(spans):
+            axes.plot(median, place, "o", color=colours[place], markersize=5.5)
+        axes.set_xlim(0, max(max(median, end) for _, median, end in spans) * 1.06 or 1)
         axes.set_xlabel("seconds a step")
         name_lines(axes, [row for row, _, _ in spans])
 
@@ -103,13 +87,6 @@ def _longest(bars: Sequence[Bar]) -> str:
         longest.setdefault(phase, []).append(bar.row)
     phases = [f"{phase} in {listed(rows)}" for phase, rows in longest.items()]
     return f"The longest phase is {', and '.join(phases)}."
-
-
-def _starts(row: Row) -> list[float]:
-    """Return the median of each start."""
-    spreads = [repeat["step_seconds"] for repeat in row["repeats"]]
-    medians = [spread["median"] for spread in spreads if spread is not None]
-    return [median for median in medians if median is not None and finite(median)]
 
 
 def phases(results: Results) -> ReportFigure | None:
