@@ -34,7 +34,7 @@ from toolkit.comparing.report.picture import page_colours
 from toolkit.comparing.report.write import render_markdown
 from toolkit.comparing.run import schedule
 from toolkit.comparing.run.folders import short_path
-from toolkit.comparing.run.options import CompareOptions
+from toolkit.comparing.run.options import CompareOptions, flag_values
 from toolkit.comparing.run.preparing import run_environment
 from toolkit.comparing.run.starting import visible_gpus
 from toolkit.configs import ConfigOptions
@@ -188,8 +188,8 @@ def launch(
     words = [str(word) for word in args]
     if str(script) != TRAIN and not Path(script).is_file():
         raise UsageError(f"{script} is no file here. Name a Python file, or {TRAIN}.")
-    folder = _folder_in(words) or Path("runs") / f"{chosen.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = folder.absolute()
+    named = flag_values(words).get("output_dir")
+    folder = Path(named or f"runs/{chosen.name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     if (missing := environment.missing_for(chosen)) is not None:
         return Launched(
             strategy=chosen.name,
@@ -257,15 +257,6 @@ def warm_launches() -> Generator[None]:
     """
     with forking.warm_launches(run_environment(rehearsal=not environment.gpus())):
         yield
-
-
-def _folder_in(words: Sequence[str]) -> Path | None:
-    """Return the folder that a run's own arguments name."""
-    for number, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name in ("--output_dir", "--output-dir"):
-            return Path(value if equals else "".join(words[number + 1 : number + 2]))
-    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
