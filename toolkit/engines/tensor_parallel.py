@@ -31,8 +31,6 @@ from toolkit.engines.wrapped import (
     keep_mesh_from_accelerate,
     rows_of_rank,
     split_by,
-    world_rank,
-    world_size,
 )
 from toolkit.strategies import Strategy
 
@@ -125,11 +123,8 @@ class TensorParallel(FSDP2):
             if id(parameter.sharded_param) in sharded:
                 yield parameter._unsharded_param
 
-    def data_parallel_size(self) -> int:
-        return world_size() // group_size(self._model)
-
-    def data_parallel_rank(self) -> int:
-        return world_rank() // group_size(self._model)
+    def ranks_per_row(self) -> int:
+        return group_size(self._model)
 
 
 def wrap(
