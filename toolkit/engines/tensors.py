@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -288,3 +289,17 @@ def compiled(model: torch.nn.Module) -> bool:
         type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
         for module in model.modules()
     )
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Let a model run without gradients and dropout; modes and random numbers are restored."""
+    modes = [(module, module.training) for module in model.modules()]
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
