@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.collections import PolyCollection
 
 from toolkit.comparing.report.figures import draw_all, draw_one, frame
 from toolkit.comparing.report.figures.memory import bytes_by_purpose
@@ -52,12 +52,6 @@ def bars(axes, row):
 
 def dots(axes):
     return [dot for x, y in lines(axes) for dot in zip(x, y, strict=True)]
-
-
-def segments(axes):
-    """Return the ends of the lines that are drawn many at once."""
-    many = [part for part in axes.collections if isinstance(part, LineCollection)]
-    return [[tuple(end) for end in ends] for part in many for ends in part.get_segments()]
 
 
 def names(axes):
@@ -171,16 +165,6 @@ def test_the_caption_of_losses_names_the_control(full_results):
     results = full_results(rehearsal=False)
     figure = draw_one(results, "losses")
     assert f"how far each is from {results['control']['name']} at that step" in figure.caption
-
-
-def test_times_are_a_dot_at_the_median_and_a_bar_to_the_90th_percentile(drawn):
-    _, rows, figures = drawn
-    (axes,) = figures["steps"].axes
-    assert names(axes) == [row["name"] for row in rows]
-    for number, row in enumerate(rows):
-        median, p90 = row["step_seconds"]["median"], row["step_seconds"]["p90"]
-        assert [(median, number), (p90, number)] in segments(axes)
-        assert (median, number) in dots(axes)
 
 
 def test_phases_are_bars_end_to_end(drawn):
