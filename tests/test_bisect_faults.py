@@ -126,10 +126,6 @@ def test_nothing_differs_between_sound_runs(found) -> None:
     bisection = found("clean")
     assert bisection.first is None
     assert set(verdicts(bisection).values()) <= {"equal", "within"}
-    assert bisection.notes[0] == (
-        "the rows are read by single as 1 rank x 4 micro-batches, by ddp as 2 ranks x 2 "
-        "micro-batches"
-    )
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_t
 
 import typer
 
+from toolkit.certifying.options import CertifyOptions
 from toolkit.comparing.run.options import CompareOptions, read_scale, usual_rows
 from toolkit.configs import ConfigOptions, Flag
 from toolkit.errors import UsageError, file_sentence, is_full_disk
@@ -333,18 +334,12 @@ def train(
         "toolkit certify --config zero3.yaml --shrink -- train.py --model MODEL",
     ),
 )
+@_with_options_of(CertifyOptions)
 def certify(
     script: Annotated[
         list[str], typer.Argument(metavar="-- SCRIPT [FLAGS]", help="The script, after --.")
     ],
     strategy: Annotated[str | None, _strategies("Its name, for the bundled config file.")] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="An Accelerate YAML of your own, in its place.")
-    ] = None,
-    num_processes: Annotated[
-        int | None, typer.Option(help="Ranks; those of the config if left out.")
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 3,
     only: Annotated[
         str,
         typer.Option(
@@ -352,21 +347,7 @@ def certify(
             "resumed, repeated; all if left out."
         ),
     ] = "",
-    resume_flag: Annotated[
-        str | None,
-        typer.Option(help="The script's own flag that takes a checkpoint, where it has a loop."),
-    ] = None,
-    shrink: Annotated[
-        bool | None,
-        typer.Option(help="Make a large model small; left out: where it would not fit."),
-    ] = None,
-    hide_rows: Annotated[
-        bool, typer.Option("--no-rows", help="Keep texts of the rows out of the page.")
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder of the certificate, new or empty.")
-    ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for each run.")] = 600.0,
+    **options: Any,
 ) -> None:
     """Run a training script small and short, as ranks and as one process, and judge what it does.
 
@@ -375,21 +356,11 @@ def certify(
     trace.
     """
     from toolkit.certifying.certify import certify as run
-    from toolkit.certifying.options import CertifyOptions
 
-    options = CertifyOptions(
-        strategy=strategy,
-        config=config,
-        num_processes=num_processes,
-        steps=steps,
-        only=tuple(filter(None, only.split(","))),
-        resume_flag=resume_flag,
-        shrink=shrink,
-        hide_rows=hide_rows,
-        output=output,
-        timeout=timeout,
+    settings = CertifyOptions(
+        strategy=strategy, only=tuple(filter(None, only.split(","))), **options
     )
-    raise typer.Exit(run(script, options, console=_console()))
+    raise typer.Exit(run(script, settings, console=_console()))
 
 
 @app.command(

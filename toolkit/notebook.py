@@ -34,7 +34,7 @@ from toolkit.comparing.report.picture import page_colours
 from toolkit.comparing.report.write import render_markdown
 from toolkit.comparing.run import schedule
 from toolkit.comparing.run.folders import short_path
-from toolkit.comparing.run.options import CompareOptions
+from toolkit.comparing.run.options import CompareOptions, flag_values
 from toolkit.comparing.run.preparing import run_environment
 from toolkit.comparing.run.starting import visible_gpus
 from toolkit.configs import ConfigOptions
@@ -58,9 +58,6 @@ WIDTH: Final = 96
 """Characters of a line in a cell."""
 
 TRAIN: Final = "toolkit.train"
-
-ATTESTED: Final = ("distributed type", "num processes", "wrapper", "zero stage", "held fraction")
-"""What a cell shows of an attestation; the rest can be unfolded."""
 
 
 class CellOutput(io.TextIOBase):
@@ -133,15 +130,12 @@ class Launched:
         return "\n".join(f"{name}: {value}" for name, value in self._rows())
 
     def _repr_html_(self) -> str:
-        rows = self._rows()
-        begin = next((at for at, (name, _) in enumerate(rows) if name == ATTESTED[0]), len(rows))
-        shown = [row for row in rows[begin:] if row[0] in ATTESTED]
-        folded = [row for row in rows[begin:] if row not in shown]
-        table = _html_table([*rows[:begin], *shown])
-        if not folded:
-            return table
-        more = f"<summary>{len(folded)} more facts that were attested</summary>"
-        return f"{table}<details>{more}{_html_table(folded)}</details>"
+        lines = (
+            f"<tr><th style='text-align:left'>{escape(name)}</th>"
+            f"<td style='text-align:left'>{escape(value)}</td></tr>"
+            for name, value in self._rows()
+        )
+        return f"<table><tbody>{''.join(lines)}</tbody></table>"
 
     def _rows(self) -> list[tuple[str, str]]:
         rows = [("strategy", self.strategy), ("status", self.status)]
@@ -160,15 +154,6 @@ class Launched:
                 if name != "sharded_fraction"  # the older name of `held_fraction`
             ]
         return rows
-
-
-def _html_table(rows: Sequence[tuple[str, str]]) -> str:
-    lines = (
-        f"<tr><th style='text-align:left'>{escape(name)}</th>"
-        f"<td style='text-align:left'>{escape(value)}</td></tr>"
-        for name, value in rows
-    )
-    return f"<table><tbody>{''.join(lines)}</tbody></table>"
 
 
 def _in_words(value: object) -> str:
@@ -203,8 +188,8 @@ def launch(
     words = [str(word) for word in args]
     if str(script) != TRAIN and not Path(script).is_file():
         raise UsageError(f"{script} is no file here. Name a Python file, or {TRAIN}.")
-    folder = _folder_in(words) or Path("runs") / f"{chosen.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = folder.absolute()
+    named = flag_values(words).get("output_dir")
+    folder = Path(named or f"runs/{chosen.name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     if (missing := environment.missing_for(chosen)) is not None:
         return Launched(
             strategy=chosen.name,
@@ -274,15 +259,6 @@ def warm_launches() -> Generator[None]:
         yield
 
 
-def _folder_in(words: Sequence[str]) -> Path | None:
-    """Return the folder that a run's own arguments name."""
-    for number, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name in ("--output_dir", "--output-dir"):
-            return Path(value if equals else "".join(words[number + 1 : number + 2]))
-    return None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Compared:
     """A comparison, with its report; it shows itself in a notebook."""
@@ -308,7 +284,12 @@ class Compared:
         Raises:
             UsageError: the report has no such figure; the message lists those that it has.
         """
-        return cell_figure(redact_results(self.results), name)
+        shown = for_readers(redact_results(self.results))
+        figure = draw_one(shown, name)
+        if figure is None:
+            names = ", ".join(each.name for each in draw_all(shown, show_speed=True))
+            raise UsageError(f"The report has no figure {name!r}. It has {names}.")
+        return CellFigure(figure)
 
     def __repr__(self) -> str:
         return self._repr_markdown_()
@@ -426,41 +407,17 @@ MARKS: Final[dict[Mark, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CellFigure:
     """A figure of a comparison; it shows itself in a notebook."""
 
-    title: str
-    caption: str
-    notes: tuple[str, ...]
-    """Runs that are not drawn, and why."""
-
-    html: str
+    def __init__(self, figure: ReportFigure) -> None:
+        self.figure = figure
 
     def __repr__(self) -> str:
-        return "\n".join([self.title, self.caption, *self.notes])
+        return "\n".join([self.figure.title, self.figure.caption, *self.figure.notes])
 
     def _repr_html_(self) -> str:
-        return self.html
-
-
-def cell_figure(results: Results, name: str) -> CellFigure:
-    """Return a figure of the report; the caller should pass redacted results.
-
-    Raises:
-        UsageError: the report has no such figure.
-    """
-    shown = for_readers(results)
-    figure = draw_one(shown, name)
-    if figure is None:
-        names = ", ".join(each.name for each in draw_all(shown, show_speed=True))
-        raise UsageError(f"The report has no figure {name!r}. It has {names}.")
-    return CellFigure(
-        title=figure.title,
-        caption=figure.caption,
-        notes=tuple(figure.notes),
-        html=_html(figure, page_colours()),
-    )
+        return _html(self.figure, page_colours())
 
 
 def _html(figure: ReportFigure, colours: dict[str, str]) -> str:

@@ -45,7 +45,7 @@ from toolkit.launching.processes import start_of
 from toolkit.launching.python import check_package_folder
 from toolkit.launching.ranks import die_with_parent, leave, local_rank, quiet, rank, say, staying
 from toolkit.launching.status import STATUS_DIR, StatusFile, guard
-from toolkit.launching.watchdog import DEFAULT_SECONDS, HANG_FILE, seconds_of, watching
+from toolkit.launching.watchdog import DEFAULT_SECONDS, HANG_FILE, Watchdog, seconds_of
 from toolkit.redaction import redact, redact_output
 from toolkit.search_path import put_behind_library
 
@@ -289,16 +289,12 @@ def _watchdog(seconds: float, status: StatusFile | None) -> AbstractContextManag
     from toolkit.engines.flight_recorder import COLLECTIVES
     from toolkit.measuring import machines
 
-    if status is None:
-        return watching(
-            folder_of_launch(), seconds, texts=machines.meeting(), collectives=COLLECTIVES
-        )
-    return watching(
-        status.path.parent,
-        seconds,
+    return Watchdog(
+        folder=folder_of_launch() if status is None else status.path.parent,
+        seconds=seconds,
         texts=machines.meeting(),
         collectives=COLLECTIVES,
-        ending=status.failed,
+        ending=(lambda error: None) if status is None else status.failed,
     )
 
 

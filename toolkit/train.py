@@ -20,7 +20,7 @@ from toolkit.launching.python import check_package_folder
 from toolkit.launching.ranks import leave, quiet, rank
 from toolkit.launching.ranks import machines as number_of_machines
 from toolkit.launching.status import STATUS_DIR, StatusFile, guard, status_folder
-from toolkit.launching.watchdog import watching
+from toolkit.launching.watchdog import Watchdog
 from toolkit.redaction import redact, redact_output, redacted_words
 from toolkit.rehearse import (
     die_with_launcher,
@@ -128,9 +128,9 @@ def _checked(own: OwnArguments, status: StatusFile | None = None) -> Job:
 
     if not (seconds := own.run.hang_timeout):
         return checked_job(own)
-    watchdog = watching(
-        folder_of_launch() if status is None else status.path.parent,
-        seconds,
+    watchdog = Watchdog(
+        folder=folder_of_launch() if status is None else status.path.parent,
+        seconds=seconds,
         texts=machines.meeting(),
         ending=(lambda error: None) if status is None else status.failed,
     )
@@ -143,9 +143,9 @@ def _run(job: Job, status: StatusFile) -> None:
     from toolkit.measuring import machines
     from toolkit.training.run import train
 
-    watchdog = watching(
-        status.path.parent,
-        job.own.run.hang_timeout,
+    watchdog = Watchdog(
+        folder=status.path.parent,
+        seconds=job.own.run.hang_timeout,
         texts=machines.meeting(),
         collectives=flight_recorder.COLLECTIVES,
         step=lambda: status.step,

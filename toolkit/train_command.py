@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from toolkit import environment
 from toolkit.checkpoints.resume_request import folder_to_resume
 from toolkit.comparing.run.folders import short_path
+from toolkit.comparing.run.options import flag_values
 from toolkit.comparing.run.preparing import run_environment
 from toolkit.comparing.run.progress import ANNOUNCEMENT, waiting
 from toolkit.comparing.run.starting import visible_gpus
@@ -304,17 +305,17 @@ class TrainCommand:
 
     def _settle(self, name: str) -> None:
         """Settle the flags of the ranks and the folder, which has the strategy in its name."""
-        flags = list(self.flags)
-        named = _value_of(flags, "output_dir")
+        flags, values = list(self.flags), flag_values(self.flags)
+        named = values.get("output_dir")
         # As in a rank, a checkpoint that is named names the folder, too.
-        folder = folder_to_resume(_value_of(flags, "resume_from_checkpoint"), named)
+        folder = folder_to_resume(values.get("resume_from_checkpoint"), named)
         self._folder = Path(folder or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
         if named is None:
             flags += ["--output_dir", str(self._folder)]
         if name != "run":
             flags += ["--strategy", name]
             engines = get_strategy(name).engines
-            if "trainer" not in engines and _value_of(flags, "engine") is None:
+            if "trainer" not in engines and "engine" not in values:
                 flags += ["--engine", engines[0]]
         self._flags_of_ranks = flags
 
@@ -395,16 +396,6 @@ def _run_facts(name: str, ranks: int, facts: dict[str, Any]) -> RunFacts:
         model=facts["model"],
         training=training,
     )
-
-
-def _value_of(flags: Sequence[str], name: str) -> str | None:
-    """Return the last value of a flag among flags; None where it was not passed."""
-    last = None
-    for word, following in zip(flags, [*flags[1:], ""], strict=False):
-        flag, equals, value = word.partition("=")
-        if flag.startswith("--") and flag[2:].replace("-", "_") == name:
-            last = value if equals else following
-    return last
 
 
 def _set_aside(folder: Path) -> dict[Path, Path]:

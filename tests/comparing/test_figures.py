@@ -1,7 +1,9 @@
 """Each figure draws every run that has its numbers, at the place of these numbers."""
 
+from pathlib import Path
+
 import pytest
-from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.collections import PolyCollection
 
 from toolkit.comparing.report.figures import draw_all, draw_one, frame
 from toolkit.comparing.report.figures.memory import bytes_by_purpose
@@ -9,7 +11,7 @@ from toolkit.comparing.report.figures.pipelines import bubbles
 from toolkit.comparing.report.figures.speed import _spread
 from toolkit.comparing.report.runs_table import runs_table
 from toolkit.errors import UsageError
-from toolkit.notebook import cell_figure
+from toolkit.notebook import Compared
 
 GIB = 2**30
 
@@ -50,12 +52,6 @@ def bars(axes, row):
 
 def dots(axes):
     return [dot for x, y in lines(axes) for dot in zip(x, y, strict=True)]
-
-
-def segments(axes):
-    """Return the ends of the lines that are drawn many at once."""
-    many = [part for part in axes.collections if isinstance(part, LineCollection)]
-    return [[tuple(end) for end in ends] for part in many for ends in part.get_segments()]
 
 
 def names(axes):
@@ -171,16 +167,6 @@ def test_the_caption_of_losses_names_the_control(full_results):
     assert f"how far each is from {results['control']['name']} at that step" in figure.caption
 
 
-def test_times_are_a_dot_at_the_median_and_a_bar_to_the_90th_percentile(drawn):
-    _, rows, figures = drawn
-    (axes,) = figures["steps"].axes
-    assert names(axes) == [row["name"] for row in rows]
-    for number, row in enumerate(rows):
-        median, p90 = row["step_seconds"]["median"], row["step_seconds"]["p90"]
-        assert [(median, number), (p90, number)] in segments(axes)
-        assert (median, number) in dots(axes)
-
-
 def test_phases_are_bars_end_to_end(drawn):
     _, rows, figures = drawn
     (axes,) = figures["phases"].axes
@@ -266,12 +252,13 @@ def test_a_pipeline_that_cannot_be_drawn_says_why(piped, order, reason):
 
 def test_a_figure_of_a_cell_is_a_drawing_with_its_legend_in_fixed_colours(piped):
     results, _ = piped
-    figure = cell_figure(results, "bubble")
+    compared = Compared(folder=Path(), results=results)
+    figure = compared.figure("bubble")
     html = figure._repr_html_()
     assert "<svg" in html
     assert "var(--" not in html
     assert "■</span> forward" in html
-    assert figure.caption in html
-    assert str(figure).splitlines()[:2] == [figure.title, figure.caption]
+    assert str(figure).splitlines()[0] == "The bubble of a pipeline"
+    assert str(figure).splitlines()[1] in html
     with pytest.raises(UsageError, match=r"no figure 'bubbles'\. It has .*losses, bubble"):
-        cell_figure(results, "bubbles")
+        compared.figure("bubbles")

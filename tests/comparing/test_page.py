@@ -20,7 +20,7 @@ from toolkit.comparing.report.write import render_markdown, render_page
 
 page_of = functools.partial(render_page, show_speed=True)
 
-FIGURES = ["speed", "memory", "peak", "traffic", "losses", "steps", "phases", "scaling"]
+FIGURES = ["speed", "memory", "peak", "traffic", "losses", "phases", "scaling"]
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 OUTSIDE = re.compile(r"(?:https?:)?//|@import|javascript:", re.IGNORECASE)
 
@@ -111,7 +111,7 @@ def test_the_page_reads_in_order(text_of):
     wanted += ["agreement", "time", "warm-up", "scaling"]
     wanted += ["fixed", "environment", "commands", "failures", "limits"]
     assert [each for each in page.ids if each in wanted] == wanted
-    assert page.text.index(REHEARSAL) < page.text.index("trained as single-trainer did")
+    assert page.text.index(REHEARSAL) < page.text.index("runs trained the same model")
 
 
 def test_on_gpus_nothing_is_said_of_a_rehearsal(text_of):
@@ -167,8 +167,6 @@ SHOWN = {
     "fsdp-trainer-x2 and fsdp-trainer-x4 (0.50 GiB, 2.0 times as much).",
     "losses": "The losses go from 5.0000 to 4.0000; the largest gap to single-trainer is 1.0e-05, "
     "in ddp-trainer at step 4.",
-    "steps": "A step takes the same in single-trainer, ddp-trainer, fsdp-trainer-x2, ddp-loop and "
-    "fsdp-trainer-x4: 0.500 s.",
     "phases": "The longest phase is backward in single-trainer, ddp-trainer, fsdp-trainer-x2, "
     "ddp-loop and fsdp-trainer-x4.",
     "scaling": "The speed-up is least in fsdp-trainer-x2 (1.40x) and most in fsdp-trainer-x4 "
@@ -226,13 +224,6 @@ def test_the_phases_are_those_of_a_step(drawn):
         "other",
     ]
     assert named("phases", drawn).svg.count("0.500 s") == 5
-
-
-def test_single_starts_are_dots_only_where_there_are_several(results, drawn):
-    assert "one start" in keys_of(named("steps", drawn))
-    for row in results["runs"]:
-        row["repeats"] = (row["repeats"] or [])[:1]
-    assert "one start" not in keys_of(figure_of(results, "steps"))
 
 
 def test_a_speed_up_has_its_ideal_and_its_base(drawn, rehearsal):
@@ -380,7 +371,6 @@ def test_each_shape_knows_its_run_and_its_value(drawn, text, rehearsal):
     tips = {tip for _, tip in shapes}
     assert "fsdp-trainer-x4: optimizer states 0.12 GiB" in tips
     assert "ddp-trainer: backward 0.250 s" in tips
-    assert "ddp-trainer: median 0.500 s, 90th percentile 0.600 s" in tips
     held = "0.30 GiB" if rehearsal else "0.31 GiB"
     assert f"fsdp-trainer-x4: 1,200 tokens/s, {held}" in tips
     tags = [attrs for _, attrs in Page(text).tags]

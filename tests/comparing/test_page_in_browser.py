@@ -104,7 +104,7 @@ def test_every_figure_has_a_size_and_nothing_is_wider_than_the_page(browse, page
     said, dom = browse(with_script(page, allowed=True), "--dump-dom", theme=theme, width=width)
     assert said == []
     found = json.loads(html.unescape(re.search(r'id="found">(.*?)</output>', dom)[1]))
-    assert len(found["figures"]) == 8
+    assert len(found["figures"]) == 7
     for name, (wide, high) in found["figures"].items():
         assert wide > 0.7 * min(width, 600), name
         assert high > 60, name

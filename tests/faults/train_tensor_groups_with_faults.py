@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 sys.path.append(str(Path(__file__).parent))  # a rank's path is a safe one
+import torch
 from splitting import fault, main, of_one_length
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor
@@ -109,7 +110,13 @@ def head_norms_summed_in_each_micro_batch() -> Iterator[None]:
 
 @fault
 def clipped_by_the_norm_of_a_part() -> Iterator[None]:
-    with patch.object(tensor_parallel._Clipping, "add_up", lambda self, squares: None):
+    original = tensor_parallel.clip_parts
+
+    def alone(*args: Any) -> torch.Tensor:
+        with patch.object(torch.distributed, "all_reduce", lambda squares: None):
+            return original(*args)
+
+    with patch.object(tensor_parallel, "clip_parts", alone):
         yield
 
 

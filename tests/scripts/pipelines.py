@@ -16,7 +16,7 @@ import pipeline_cases  # noqa: E402
 from forked_ranks import become_a_rank  # noqa: E402
 from pipeline_cases import loss_between_steps, optimizer_for, windows  # noqa: E402
 
-from toolkit.backends.schedules import SCHEDULES  # noqa: E402
+from toolkit.backends.schedules import SCHEDULES, counted_slots  # noqa: E402
 from toolkit.engines.pipelining.running import MESH, Pipeline  # noqa: E402
 from toolkit.engines.tensor_parallel import group_by_mesh  # noqa: E402
 from toolkit.engines.tensors import gathered  # noqa: E402
@@ -53,7 +53,8 @@ def train(case):
             for name, p in model.named_parameters()
         }
         outcome["norms"].append(pipeline.clip(case.limit))
-        outcome["slots"].append(tuple(pipeline.slots()))
+        slots = counted_slots(pipeline.orders(), stages=len(pipeline.rank_of))
+        outcome["slots"].append(tuple(slots))
         outcome["work"] = [tuple(work) for work in pipeline.work]
         optimizer.step()
         optimizer.zero_grad()

@@ -14,6 +14,9 @@ from toolkit.launching.status import ECHO_TEXTS
 
 TABLE: Final = Path(__file__).with_name("causes.toml")
 
+MOVED: Final = 0x10000
+"""Added to the code of a character that an expression has escaped; no pattern has one above."""
+
 Kind = Literal["outside", "error", "line", "waiting", "echo", "slow", "doubtful"]
 """Where the patterns are looked for, and whether the failure may only follow from another one.
 
@@ -123,42 +126,14 @@ def literal_of(pattern: str) -> str:
 
     Only what stands outside of groups counts, without alternatives and repeated characters.
     """
-    runs, depth, index = [""], 0, 0
-    while index < len(pattern):
-        char = pattern[index]
-        index += 1
-        if char == "\\":
-            escaped = pattern[index]
-            index += 1
-            if depth or escaped.isalnum():
-                runs.append("")
-            else:
-                runs[-1] += escaped
-        elif char == "[":
-            index = _end_of_class(pattern, index)
-            runs.append("")
-        elif char in "()":
-            depth += 1 if char == "(" else -1
-            runs.append("")
-        elif char == "|" and not depth:
-            return ""
-        elif char in "?*+{":
-            runs[-1] = runs[-1][:-1]
-            runs.append("")
-            index = pattern.index("}", index) + 1 if char == "{" else index
-        elif char in "^$.|" or depth:
-            runs.append("")
-        else:
-            runs[-1] += char
-    return max(runs, key=len)
-
-
-def _end_of_class(pattern: str, start: int) -> int:
-    """Return the index behind a class of characters that begins before `start`."""
-    index = start + (pattern[start] == "^") + 1
-    while pattern[index - 1] == "\\" or pattern[index] != "]":
-        index += 1
-    return index + 1
+    # An escaped character is kept under another code until all that is special is gone.
+    text = re.sub(r"\\([^A-Za-z0-9])", lambda escaped: chr(ord(escaped[1]) + MOVED), pattern)
+    text = re.sub(r"\\.|\[\^?\]?[^]]*\]", ".", text)
+    while (without := re.sub(r"\([^()]*\)", ".", text)) != text:
+        text = without
+    runs = [] if "|" in text else re.split(r".(?:[?*+]|\{[^}]*\})\??|[.^$]", text)
+    longest = max(runs, key=len, default="")
+    return "".join(chr(ord(char) % MOVED) for char in longest)
 
 
 def cause_named(name: str) -> Cause:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from toolkit import environment
 from toolkit.certifying.certificate import (
@@ -32,7 +32,7 @@ from toolkit.certifying.checks import (
 from toolkit.certifying.options import CertifyOptions
 from toolkit.certifying.subject import Check, Cut, Subject, worst_first
 from toolkit.certifying.trained_parameters import ENGAGED
-from toolkit.comparing.bisect.finding import Bisection, bisect
+from toolkit.comparing.bisect.finding import bisect
 from toolkit.comparing.bisect.run_pair import TracedRun
 from toolkit.comparing.run.folders import short_path
 from toolkit.comparing.run.preparing import run_environment
@@ -156,38 +156,23 @@ class _Certifying:
             reason += f". {cause}" if cause and outcome.reason else ""
             print_line(f"The script could not be judged: {reason}", console=self.console)
             return COULD_NOT_RUN
-        read_back = self._read_back() if any(one["calls"] for one in saves) else []
-        resumed, failed, no_resume, cuts = self._resumed(saves)
-        twice, no_twice = self._twice() if TWICE in self.groups else ([], "")
-        ranks = many[0]["num_processes"]
-        one: list[Observation] = []
-        bisection, why = None, "there is one rank"
-        if ranks > 1 and self.groups & AGAINST_ONE:
-            single = cached_configs(get_strategy("single")).accelerate
-            alone = self._start(ONE, single, None, ["--for_ranks", str(ranks)])
-            one = self._observed(self.folder / ONE)
-            bisection, why = self._compared(alone, one)
         subject = Subject(
             many=many,
             evidence=_evidence(self.folder / MANY),
             folder=self.folder / MANY,
-            one=one,
-            bisection=bisection,
-            no_bisection=why,
             read=self.read,
             is_rehearsal=self.rehearsal,
             refused=outcome.reason or "" if outcome.status == "refused" else "",
             notes=self.notes,
             saves=saves,
-            read_back=read_back,
-            resumed=resumed,
-            cuts=cuts,
-            twice=twice,
-            no_twice=no_twice,
-            resume_failed=failed,
-            no_resume=no_resume,
+            read_back=self._read_back() if any(one["calls"] for one in saves) else [],
+            **self._resumed(saves),
+            **(self._twice() if TWICE in self.groups else {}),
+            **self._alone(many[0]["num_processes"]),
         )
         return self._end(subject)
+
+    # Further runs: each of these methods returns fields of the subject.
 
     def _read_back(self) -> list[ReadBack] | None:
         """Have a process of its own read what was saved, without what watches the script."""
@@ -202,20 +187,17 @@ class _Certifying:
             return None
         return read_as(folder / READ_FILE, AllRead)["found"]
 
-    def _twice(self) -> tuple[list[Saves], str]:
+    def _twice(self) -> dict[str, Any]:
         """Run the script again, without what a Trainer evaluates, and say why it failed."""
         flags = ["--steps", str(min(2, self.options.steps)), "--first_step", "0", "--again"]
         outcome = self._start(SECOND, self.config, self.options.num_processes, flags)
         if outcome.status != "ok":
-            return [], f"a second run failed: {outcome.reason}"
-        return read_saves(self.folder / SECOND), "the second run made no step"
+            return {"no_twice": f"a second run failed: {outcome.reason}"}
+        made = read_saves(self.folder / SECOND)
+        return {"twice": made, "no_twice": "the second run made no step"}
 
-    def _resumed(self, saves: Sequence[Saves]) -> tuple[list[Saves], str, str, list[Cut]]:
-        """Run the script from its checkpoint in the middle, and from copies that are cut off.
-
-        Returns:
-            What the first of these runs noted, why it failed, why there is none, and the others.
-        """
+    def _resumed(self, saves: Sequence[Saves]) -> dict[str, Any]:
+        """Run the script from its checkpoint in the middle, and from copies that are cut off."""
         made = {call["path"]: call for call in saves[0]["calls"]} if saves else {}
         made = {p: c for p, c in made.items() if c["is_checkpoint"] and Path(p).is_dir()}
         kept: dict[str, str] = {}
@@ -225,19 +207,18 @@ class _Certifying:
                 folder.mkdir(parents=True)
                 kept[path] = str(shutil.move(path, folder))
         if RESUMED not in self.groups or not made:
-            return [], "", "the script saved no checkpoint in these steps", []
+            return {"no_resume": "the script saved no checkpoint in these steps"}
         middle = self.options.steps / 2
         call = min(made.values(), key=lambda call: abs(call["step"] - middle))
         if not 0 < call["step"] < len(saves[0]["states"]) - 1:
             words = f"its checkpoint is of step {call['step']}, behind which no step is"
-            return [], "", words, []
+            return {"no_resume": words}
         if call["weights_only"]:
             words = "save_only_model: its checkpoints have no state of the optimizer"
-            return [], "", words, []
+            return {"no_resume": words}
         is_trainers, flag = call["path"] in kept, self.options.resume_flag
         if not is_trainers and flag is None:
-            words = "name the script's flag that takes a checkpoint by --resume_flag"
-            return [], "", words, []
+            return {"no_resume": "name the script's flag that takes a checkpoint by --resume_flag"}
 
         def run_from(checkpoint: str, name: str, steps: int) -> tuple[list[Saves], str]:
             flags = ["--steps", str(steps), "--first_step", str(call["step"])]
@@ -255,7 +236,29 @@ class _Certifying:
             words = _cut_off(Path(whole), copied, later_too=name == SHORT[1])
             made, reason = run_from(str(copied), name, 1)
             cuts.append(Cut(words=words, reason=reason, saves=made))
-        return resumed, failed, "the resumed run made no step", cuts
+        no_resume = "the resumed run made no step"
+        return {"resumed": resumed, "resume_failed": failed, "cuts": cuts, "no_resume": no_resume}
+
+    def _alone(self, ranks: int) -> dict[str, Any]:
+        """Run the script in one process that does the work of all ranks, and compare the two."""
+        if ranks == 1 or not self.groups & AGAINST_ONE:
+            return {"no_bisection": "there is one rank"}
+        single = cached_configs(get_strategy("single")).accelerate
+        outcome = self._start(ONE, single, None, ["--for_ranks", str(ranks)])
+        one = self._observed(self.folder / ONE)
+        if not one:
+            return {"no_bisection": f"one process could not be run: {outcome.reason}"}
+        try:
+            traced = [
+                TracedRun(name=name, folder=folder, evidence=read_evidence(folder))
+                for name, folder in (
+                    ("one process", self.folder / ONE),
+                    ("the ranks", self.folder / MANY),
+                )
+            ]
+            return {"one": one, "bisection": bisect(*traced)}
+        except (UsageError, WeightsError) as error:
+            return {"one": one, "no_bisection": str(error)}
 
     def _start(
         self,
@@ -298,23 +301,6 @@ class _Certifying:
             return read_observations(folder, len(_files(folder)))
         except UsageError:
             return []
-
-    def _compared(
-        self, outcome: Outcome, one: Sequence[Observation]
-    ) -> tuple[Bisection | None, str]:
-        if not one:
-            return None, f"one process could not be run: {outcome.reason}"
-        try:
-            traced = [
-                TracedRun(name=name, folder=folder, evidence=read_evidence(folder))
-                for name, folder in (
-                    ("one process", self.folder / ONE),
-                    ("the ranks", self.folder / MANY),
-                )
-            ]
-            return bisect(*traced), ""
-        except (UsageError, WeightsError) as error:
-            return None, str(error)
 
     def _end(self, subject: Subject, judges: Sequence[Check] = CHECKS) -> int:
         judges = [check for check in judges if check.group in self.groups] or judges

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -33,38 +32,28 @@ ALLOCATOR: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 ON: Final = "1|true|on|yes|y|t"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Harm:
-    """A variable that does harm with some values."""
-
-    values: str
-    """Pattern of such values, of any case."""
-
-    text: str
-
-
 # NCCL's guide: the variables for debugging may make it slow, crash or hang where they stay set.
-HARMS: Final = {
-    "CUDA_LAUNCH_BLOCKING": Harm(values=ON, text="every kernel is waited for: slow"),
-    "TORCH_DISTRIBUTED_DEBUG": Harm(
-        values="detail", text="every collective is checked among the ranks first: slow"
+HARMS: Final[dict[str, tuple[str, str]]] = {
+    "CUDA_LAUNCH_BLOCKING": (ON, "every kernel is waited for: slow"),
+    "TORCH_DISTRIBUTED_DEBUG": (
+        "detail",
+        "every collective is checked among the ranks first: slow",
     ),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": Harm(
-        values=".+", text="every tensor asks the driver for memory: slow"
-    ),
-    "NCCL_P2P_DISABLE": Harm(values="1", text="GPUs send through host memory: slow"),
-    "NCCL_P2P_LEVEL": Harm(values="LOC|0", text="GPUs send through host memory: slow"),
-    "NCCL_SHM_DISABLE": Harm(values="1", text="without peer access, GPUs send by network: slow"),
-    "NCCL_IB_DISABLE": Harm(values="1", text="machines send by TCP, not by InfiniBand: slow"),
-    "NCCL_ALGO": Harm(values=".+", text="it forbids NCCL to choose the fastest way itself"),
-    "NCCL_PROTO": Harm(values=".+", text="it forbids NCCL to choose the fastest way itself"),
-    "NCCL_DEBUG": Harm(values="TRACE", text="each call is logged: slow"),
-    "NCCL_BLOCKING_WAIT": Harm(values=ON, text="every collective is waited for: slow"),
-    "TORCH_NCCL_BLOCKING_WAIT": Harm(values=ON, text="every collective is waited for: slow"),
-    "NCCL_ASYNC_ERROR_HANDLING": Harm(values="0", text="ranks hang where one has failed"),
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": Harm(values="0", text="ranks hang where one has failed"),
-    "DS_ACCELERATOR": Harm(values="cpu", text="DeepSpeed leaves the GPUs alone"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (".+", "every tensor asks the driver for memory: slow"),
+    "NCCL_P2P_DISABLE": ("1", "GPUs send through host memory: slow"),
+    "NCCL_P2P_LEVEL": ("LOC|0", "GPUs send through host memory: slow"),
+    "NCCL_SHM_DISABLE": ("1", "without peer access, GPUs send by network: slow"),
+    "NCCL_IB_DISABLE": ("1", "machines send by TCP, not by InfiniBand: slow"),
+    "NCCL_ALGO": (".+", "it forbids NCCL to choose the fastest way itself"),
+    "NCCL_PROTO": (".+", "it forbids NCCL to choose the fastest way itself"),
+    "NCCL_DEBUG": ("TRACE", "each call is logged: slow"),
+    "NCCL_BLOCKING_WAIT": (ON, "every collective is waited for: slow"),
+    "TORCH_NCCL_BLOCKING_WAIT": (ON, "every collective is waited for: slow"),
+    "NCCL_ASYNC_ERROR_HANDLING": ("0", "ranks hang where one has failed"),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "ranks hang where one has failed"),
+    "DS_ACCELERATOR": ("cpu", "DeepSpeed leaves the GPUs alone"),
 }
+"""For each variable the pattern of values, of any case, that do harm, and which harm."""
 
 
 def check_variables(gpus: int) -> list[Finding]:
@@ -108,9 +97,9 @@ def _of_launchers(environ: Mapping[str, str]) -> list[Finding]:
 def _harms(environ: Mapping[str, str]) -> list[Finding]:
     """Check for variables whose effect is on GPUs."""
     return [
-        warn(name, f"{_shown([name], environ)}: {harm.text}.", fix=f"unset {name}")
-        for name, harm in HARMS.items()
-        if re.fullmatch(harm.values, environ.get(name, ""), re.IGNORECASE)
+        warn(name, f"{_shown([name], environ)}: {harm}.", fix=f"unset {name}")
+        for name, (values, harm) in HARMS.items()
+        if re.fullmatch(values, environ.get(name, ""), re.IGNORECASE)
     ]
 
 

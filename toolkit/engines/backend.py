@@ -34,6 +34,7 @@ from toolkit.engines import (
     ulysses,
 )
 from toolkit.engines.base import Backend, BackendSpec
+from toolkit.engines.tensors import evaluating
 from toolkit.errors import UsageError
 from toolkit.strategies import Strategy, refuse_backend
 
@@ -149,16 +150,5 @@ def side_effect_free(accelerator: Any, model: Any) -> Iterator[None]:
             "The model can be evaluated between two optimizer steps, not while gradients of one "
             "are being accumulated."
         )
-    modes = [(module, module.training) for module in model.modules()]
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    model.eval()
-    try:
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(devices=devices),
-            backend_of(model).preserve_engine_state(),
-        ):
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with evaluating(model), backend_of(model).preserve_engine_state():
+        yield

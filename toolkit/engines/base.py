@@ -129,13 +129,17 @@ class Backend(ABC):
         """Return the number of groups that each hold a whole sharded model; 1 without groups."""
         return 1
 
+    def ranks_per_row(self) -> int:
+        """Return the number of neighbouring ranks that read the same rows, or a shard of each."""
+        return 1
+
     def data_parallel_size(self) -> int:
         """Return the number of ranks that read their own rows."""
-        return world_size()
+        return world_size() // self.ranks_per_row()
 
     def data_parallel_rank(self) -> int:
         """Return this rank's index among the ranks that read their own rows."""
-        return world_rank()
+        return world_rank() // self.ranks_per_row()
 
     def model_parallel_groups(self) -> tuple[str, ...]:
         """Return the names of the groups with which this rank shares one copy of the model."""
@@ -222,13 +226,21 @@ class Backend(ABC):
         They are the parameter's name, the sum of squares of the part, unread, and the number of
         ranks that hold the same part. Gradients are still multiplied by the loss scale.
         """
-        for name, parameter in named_parameters(self._model):
+        for name, parameter in self._named():
             if not parameter.requires_grad:
                 continue
             if parameter.grad is None:
                 yield name, 0.0, world_size()
             else:
-                yield name, sum_of_squares(local(parameter.grad)), copies_of(parameter.grad)
+                yield name, sum_of_squares(local(parameter.grad)), self._copies(parameter)
+
+    def _named(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield this rank's parameters by their names in the whole model."""
+        yield from named_parameters(self._model)
+
+    def _copies(self, parameter: Parameter) -> int:
+        """Return the number of ranks that hold the same part of a parameter's gradient."""
+        return copies_of(parameter.grad)
 
     def gradient_rows(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Yield the heaviest row in this rank's part of each matrix's gradient, before the step.
@@ -236,9 +248,9 @@ class Backend(ABC):
         They are the parameter's name, this rank's share of the row's sum of squares, and the number
         of the row, both unread. Gradients are still multiplied by the loss scale.
         """
-        for name, parameter in named_parameters(self._model):
+        for name, parameter in self._named():
             if parameter.requires_grad and parameter.grad is not None:
-                yield from self._heaviest_row(name, parameter.grad, copies_of(parameter.grad))
+                yield from self._heaviest_row(name, parameter.grad, self._copies(parameter))
 
     def _heaviest_row(
         self, name: str, gradient: Any, copies: int
@@ -295,14 +307,14 @@ class Backend(ABC):
         Where other ranks alone hold one, it is on the meta device. `full_weight`,
         `full_gradient` and `set_full_weight` take them all.
         """
-        yield from named_parameters(self._model)
+        yield from self._named()
 
     def share_of(self, parameter: Parameter) -> float:
         """Return this rank's share in a part of a gradient that the optimizer steps with.
 
         The shares of all ranks that step with the same part add up to 1.
         """
-        return 1 / copies_of(parameter.grad)
+        return 1 / self._copies(parameter)
 
     # Steps
 
@@ -362,7 +374,7 @@ class Backend(ABC):
 
     def loss_of_rows(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss of a shard so that its mean over the ranks is that of the rows."""
-        return loss
+        return loss * self.ranks_per_row() if self.sequence_parallel else loss
 
     def splitting(self, rows: int) -> AbstractContextManager[None]:
         """Have ranks share rows outside of training too, in batches of `rows`."""

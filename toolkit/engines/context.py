@@ -16,7 +16,7 @@ import torch
 from toolkit.engines.fsdp2 import FSDP2
 from toolkit.engines.on_cpu import register_ring
 from toolkit.engines.rows import Batch, rows_to_split
-from toolkit.engines.wrapped import rows_of_rank, world_rank, world_size
+from toolkit.engines.wrapped import rows_of_rank
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -43,33 +43,27 @@ class Context(FSDP2):
     caches_in_generation = False
 
     def actual_settings(self, accelerator: Accelerator) -> dict[str, Any]:
-        return super().actual_settings(accelerator) | {"model_split_by": f"context {self._size}"}
+        split = f"context {self.ranks_per_row()}"
+        return super().actual_settings(accelerator) | {"model_split_by": split}
 
     @property
     def _mesh(self) -> Any:
         return getattr(self._model, _MESH)
 
-    @property
-    def _size(self) -> int:
+    def ranks_per_row(self) -> int:
         return int(self._mesh.size())
 
     def model_parallel_groups(self) -> tuple[str, ...]:
         return (str(self._mesh.get_group().group_name),)
 
-    def data_parallel_size(self) -> int:
-        return world_size() // self._size
-
-    def data_parallel_rank(self) -> int:
-        return world_rank() // self._size
-
     def backward(self, accelerator: Accelerator, loss: torch.Tensor, *, micro_batches: int) -> None:
         # FSDP2 averages over all ranks, and those of a group have a shard of the loss each.
-        super().backward(accelerator, loss * self._size, micro_batches=micro_batches)
+        super().backward(accelerator, loss * self.ranks_per_row(), micro_batches=micro_batches)
 
     @contextmanager
     def shard_batch(self, accelerator: Accelerator, batch: Batch) -> Iterator[Batch]:
         # Cut in place, and never put together again.
-        rows = {n: t.clone() for n, t in rows_to_split(batch, 2 * self._size).items()}
+        rows = {n: t.clone() for n, t in rows_to_split(batch, 2 * self.ranks_per_row()).items()}
         buffers = list(rows.values())
         with accelerator.maybe_context_parallel(
             buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)
@@ -77,9 +71,6 @@ class Context(FSDP2):
             # A mask of four dimensions is taken as it is, and none is made of the positions, which
             # go on with a gap; Accelerate then drops it, in front of each layer's attention.
             yield rows | {"attention_mask": torch.ones(1, 1, 1, 1, device=buffers[0].device)}
-
-    def loss_of_rows(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss * self._size
 
 
 def wrap(

@@ -537,16 +537,13 @@ def joined(parameter: Any) -> torch.Tensor:
 
 def _put_into_partitions(parameter: Any, numbers: torch.Tensor) -> None:
     from deepspeed.runtime.zero import GatheredParameters
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+    from deepspeed.utils import safe_set_local_fp32_param
 
     with GatheredParameters([parameter], modifier_rank=0):
         parameter.copy_(numbers)
-    ranks = torch.distributed.get_world_size(parameter.ds_process_group)
-    length = -(-numbers.numel() // ranks)
-    if length * ranks == numbers.numel():
-        safe_set_full_fp32_param(parameter, numbers)
-        return
-    # The call above cuts past the end of a parameter with a padded last partition (deepspeed 0.19).
+    # `safe_set_full_fp32_param` cuts past the end of a parameter with a padded last partition
+    # (deepspeed 0.19).
+    length = -(-numbers.numel() // torch.distributed.get_world_size(parameter.ds_process_group))
     begin = length * torch.distributed.get_rank(parameter.ds_process_group)
     partition = torch.zeros(length)
     held = numbers.flatten()[begin : begin + length]

@@ -35,15 +35,24 @@ def replace_method(owner: Any, name: str, replacement: Any) -> Undo:
     return undo
 
 
+def intercept(owner: Any, name: str, replacement: Callable[..., Any]) -> Undo:
+    """Replace a method by a function that gets the original one in front of its arguments."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def intercepted(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    return replace_method(owner, name, intercepted)
+
+
 def wrap_method(
     owner: Any, name: str, context: Callable[[], AbstractContextManager[object]]
 ) -> Undo:
     """Enter a context around every call of a method."""
-    original = getattr(owner, name)
 
-    @functools.wraps(original)
-    def surrounded(*args: Any, **kwargs: Any) -> Any:
+    def surrounded(original: Any, *args: Any, **kwargs: Any) -> Any:
         with context():
             return original(*args, **kwargs)
 
-    return replace_method(owner, name, surrounded)
+    return intercept(owner, name, surrounded)

@@ -209,14 +209,14 @@ class ParameterServer(Replicated):
 
     def gradient_squares(self) -> Iterator[tuple[str, torch.Tensor | float, int]]:
         if self._exchange.is_server:
-            for name, square, _ in super().gradient_squares():
-                yield name, square, 1
+            yield from super().gradient_squares()
 
     def gradient_rows(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         if self._exchange.is_server:
-            for name, share, row in super().gradient_rows():
-                # It was divided by the copies of a gradient; the only one that counts is here.
-                yield name, share * world_size(), row
+            yield from super().gradient_rows()
+
+    def _copies(self, parameter: Parameter) -> int:
+        return 1  # the only one that counts is the server's
 
     def full_gradient(self, parameter: Parameter) -> torch.Tensor:
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -30,7 +30,7 @@ from toolkit.engines.hooks import Undo, wrap_method
 from toolkit.engines.optimizers import optimizer_of
 from toolkit.engines.pipelining.running import MESH, Pipeline
 from toolkit.engines.tensor_parallel import group_by_mesh, ranks_along
-from toolkit.engines.tensors import gathered, like_part, local, put_part, shard_of, sum_of_squares
+from toolkit.engines.tensors import gathered, like_part, local, put_part, shard_of
 from toolkit.engines.wrapped import (
     Wrapped,
     amp_precision,
@@ -205,7 +205,6 @@ class Pipelined(Backend):
     # Tensors that a rank holds
 
     def _named(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield this rank's parameters by their names in the whole model."""
         for name, parameter in self._model.named_parameters():
             yield self._cut.names[name], parameter
 
@@ -214,18 +213,8 @@ class Pipelined(Backend):
             if self._pipeline.copies(name, parameter) > 1:
                 yield self._cut.names[name], local(parameter.detach()), shard_of(parameter)
 
-    def gradient_squares(self) -> Iterator[tuple[str, torch.Tensor | float, int]]:
-        for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad:
-                grad = parameter.grad
-                square = 0.0 if grad is None else sum_of_squares(local(grad))
-                yield self._cut.names[name], square, self._pipeline.copies(name, parameter)
-
-    def gradient_rows(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad and parameter.grad is not None:
-                copies = self._pipeline.copies(name, parameter)
-                yield from self._heaviest_row(self._cut.names[name], parameter.grad, copies)
+    def _copies(self, parameter: Parameter) -> int:
+        return self._pipeline.copies(self._names_here[id(parameter)], parameter)
 
     def full_parameters(self) -> Iterator[tuple[str, Parameter]]:
         here = dict(self._named())
@@ -249,9 +238,6 @@ class Pipelined(Backend):
 
     def traffic_group(self) -> int:
         return self._pipeline.rank
-
-    def share_of(self, parameter: Parameter) -> float:
-        return 1 / self._pipeline.copies(self._names_here[id(parameter)], parameter)
 
     @cached_property
     def _names_here(self) -> dict[int, str]:

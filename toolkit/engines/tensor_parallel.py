@@ -25,14 +25,12 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.engines.base import BackendSpec
 from toolkit.engines.fsdp2 import FSDP2
-from toolkit.engines.tensors import copies_of, is_spread, local
+from toolkit.engines.tensors import clip_parts, copies_of, is_spread, local
 from toolkit.engines.wrapped import (
     amp_precision,
     keep_mesh_from_accelerate,
     rows_of_rank,
     split_by,
-    world_rank,
-    world_size,
 )
 from toolkit.strategies import Strategy
 
@@ -125,11 +123,8 @@ class TensorParallel(FSDP2):
             if id(parameter.sharded_param) in sharded:
                 yield parameter._unsharded_param
 
-    def data_parallel_size(self) -> int:
-        return world_size() // group_size(self._model)
-
-    def data_parallel_rank(self) -> int:
-        return world_rank() // group_size(self._model)
+    def ranks_per_row(self) -> int:
+        return group_size(self._model)
 
 
 def wrap(
@@ -276,11 +271,7 @@ def _unreduced(model: Any) -> Iterator[None]:
 
 
 class _Clipping:
-    """Clips by the norm over all ranks' parts, each counted once.
-
-    torch 2.15's `clip_grad_norm_` stacks all tensors' norms, and takes either whole ones or parts
-    on one mesh alone.
-    """
+    """Clips by the norm over all ranks' parts, each counted once."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -294,17 +285,7 @@ class _Clipping:
             / copies_of(gradient)
             for gradient in gradients
         ]
-        total = torch.stack(squares).sum()
-        self.add_up(total)
-        norm = total.sqrt()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
-            local(gradient).mul_(factor.to(gradient.dtype))
-        return norm
-
-    def add_up(self, squares: torch.Tensor) -> None:
-        """Replace a rank's share of the squared norm by the sum over all ranks."""
-        torch.distributed.all_reduce(squares)
+        return clip_parts(gradients, torch.stack(squares).sum(), max_norm)
 
 
 def plan_problem(config: Any, size: int, shards: int) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -174,6 +175,20 @@ def sum_of_squares(tensor: torch.Tensor) -> torch.Tensor | float:
     return sum(torch.linalg.vector_norm(chunk, dtype=torch.float64) ** 2 for chunk in chunks)
 
 
+def clip_parts(gradients: Sequence[Any], squares: torch.Tensor, limit: float) -> torch.Tensor:
+    """Clip this rank's parts of gradients by the norm over all ranks, and return it; a collective.
+
+    torch 2.15's `clip_grad_norm_` stacks all tensors' norms, and takes either whole ones or parts
+    on one mesh alone. `squares` is this rank's share of the squared norm, and becomes the sum.
+    """
+    torch.distributed.all_reduce(squares)
+    norm = squares.sqrt().float()
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        local(gradient).mul_(factor.to(gradient.dtype))
+    return norm
+
+
 def heaviest_row(
     numbers: torch.Tensor, *, first: int = 0, width: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -288,3 +303,17 @@ def compiled(model: torch.nn.Module) -> bool:
         type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
         for module in model.modules()
     )
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Let a model run without gradients and dropout; modes and random numbers are restored."""
+    modes = [(module, module.training) for module in model.modules()]
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

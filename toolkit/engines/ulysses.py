@@ -20,7 +20,7 @@ import torch
 
 from toolkit.engines.deepspeed import DeepSpeed
 from toolkit.engines.rows import Batch, rows_to_split
-from toolkit.engines.wrapped import rows_of_rank, world_rank, world_size
+from toolkit.engines.wrapped import rows_of_rank, world_rank
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -67,32 +67,22 @@ class Ulysses(DeepSpeed):
         """
         return self._model.zero_optimization_stage() == 3
 
-    @property
-    def _size(self) -> int:
+    def ranks_per_row(self) -> int:
         return int(self._model.sequence_parallel_size)
 
     def model_parallel_groups(self) -> tuple[str, ...]:
         return (str(self._model.seq_parallel_group.group_name),)
 
-    def data_parallel_size(self) -> int:
-        return world_size() // self._size
-
-    def data_parallel_rank(self) -> int:
-        return world_rank() // self._size
-
     def backward(self, accelerator: Accelerator, loss: torch.Tensor, *, micro_batches: int) -> None:
-        factor = self._size if self._by_ranks else 1
+        factor = self.ranks_per_row() if self._by_ranks else 1
         super().backward(accelerator, loss * factor, micro_batches=micro_batches)
 
     def shard_batch(self, accelerator: Accelerator, batch: Batch) -> AbstractContextManager[Batch]:
-        rows = rows_to_split(batch, self._size)
-        width = batch["input_ids"].shape[1] // self._size
-        begin = world_rank() % self._size * width
+        rows = rows_to_split(batch, self.ranks_per_row())
+        width = batch["input_ids"].shape[1] // self.ranks_per_row()
+        begin = world_rank() % self.ranks_per_row() * width
         shard = slice(begin, begin + width)
         return nullcontext({name: whole[:, shard].contiguous() for name, whole in rows.items()})
-
-    def loss_of_rows(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss * self._size
 
     @contextmanager
     def splitting(self, rows: int) -> Iterator[None]:

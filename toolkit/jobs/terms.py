@@ -239,10 +239,7 @@ class Collective:
     @property
     def wire_bytes(self) -> float:
         """Bytes that one rank sends in an optimizer step, with the ring algorithm."""
-        if self.kind in ("send", "receive"):
-            return self.payload_bytes if self.kind == "send" else 0
-        once = (self.ranks - 1) / self.ranks
-        return self.payload_bytes * (2 * once if self.kind == "all_reduce" else once)
+        return self.payload_bytes * ring_factor(self.kind, self.ranks)
 
     @property
     def link_bytes(self) -> float:
@@ -256,3 +253,11 @@ class Collective:
     @property
     def scope(self) -> str:
         return "between nodes" if self.nodes > 1 else "inside a node"
+
+
+def ring_factor(kind: str, ranks: int) -> float:
+    """Return the multiple of a payload that one rank of a ring sends, averaged over ranks."""
+    if kind in ("send", "receive"):
+        return 1.0 if kind == "send" else 0.0
+    once = (ranks - 1) / ranks
+    return 2 * once if kind == "all_reduce" else once

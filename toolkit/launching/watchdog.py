@@ -20,8 +20,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final, Protocol, TextIO
 
@@ -150,10 +150,6 @@ class RankFiles:
         if self._texts is not None:
             self._texts.put(name, "")
 
-    def forget(self) -> None:
-        """Remove the one of a rank that had this number in a run before."""
-        self.remove(_name(self.rank))
-
     def clear(self) -> None:
         """Remove those of a machine after its last rank has left or died, and an empty folder."""
         with contextlib.suppress(OSError):
@@ -210,53 +206,27 @@ def seconds_of(value: str | float) -> float:
     return seconds
 
 
-@contextlib.contextmanager
-def watching(
-    folder: Path,
-    seconds: float,
-    *,
-    texts: Texts | None = None,
-    collectives: Collectives | None = None,
-    step: Callable[[], int] = steps,
-    ending: Callable[[HangError], None] = lambda error: None,
-) -> Generator[None]:
-    """Watch the run while the body lasts.
-
-    Args:
-        folder: The same for all ranks of a machine, which see each other in it.
-        seconds: Longest time without progress; 0 for no watchdog.
-        texts: What the ranks of several machines leave for each other.
-        collectives: Those of this rank.
-        step: Returns the number of its last finished step.
-        ending: Is called before this rank leaves.
-    """
-    if not seconds:
-        yield
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    watchdog = _Watchdog(
-        folder=folder,
-        seconds=seconds,
-        texts=texts,
-        collectives=collectives or Collectives(),
-        step=step,
-        ending=ending,
-    )
-    watchdog.start()
-    try:
-        yield
-    finally:
-        watchdog.stop()
-
-
 @dataclass(kw_only=True)
-class _Watchdog:
+class Watchdog:
+    """Watches the run while the body of a `with` lasts."""
+
     folder: Path
+    """The same for all ranks of a machine, which see each other in it."""
+
     seconds: float
-    texts: Texts | None
-    collectives: Collectives
-    step: Callable[[], int]
-    ending: Callable[[HangError], None]
+    """Longest time without progress; 0 for no watchdog."""
+
+    texts: Texts | None = None
+    """What the ranks of several machines leave for each other."""
+
+    collectives: Collectives = field(default_factory=Collectives)
+    """Those of this rank."""
+
+    step: Callable[[], int] = steps
+    """Returns the number of its last finished step."""
+
+    ending: Callable[[HangError], None] = lambda error: None
+    """Is called before this rank leaves."""
 
     def __post_init__(self) -> None:
         self.tick = min(LONGEST_TICK, self.seconds / TICKS)
@@ -270,17 +240,22 @@ class _Watchdog:
 
     # Life
 
-    def start(self) -> None:
+    def __enter__(self) -> None:
+        if not self.seconds:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
         self._rank_files.remove(_report_name(self._rank))
         if local_rank() == 0:
             (self.folder / HANG_FILE).unlink(missing_ok=True)
             self._rank_files.remove(_told_name(machine()))
-        self._rank_files.forget()
+        self._rank_files.remove(_name(self._rank))  # of a run before
         self._rank_files.write(self._idle)
         self._dump_if_held()
         self._thread.start()
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
+        if not self.seconds:
+            return
         self._over.set()
         self._thread.join(self.tick)
         faulthandler.cancel_dump_traceback_later()

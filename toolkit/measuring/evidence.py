@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 
 from toolkit.engines.backend import backend_of
-from toolkit.engines.hooks import replace_method
+from toolkit.engines.hooks import intercept
 from toolkit.engines.optimizers import optimizer_of, pending_scale
 from toolkit.engines.tensors import elements_of, held_fraction, local, number, shape_of
 from toolkit.measuring.attestation import gather_objects
@@ -198,9 +198,7 @@ class EvidenceKeeper:
             self._step.read.append(_Read(inputs, output, loss))
 
     def _watch_backward(self) -> None:
-        original = self._accelerator.backward
-
-        def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        def backward(original: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
             if self.is_open and self._without_loss is not None:
                 self._step.read.append(_Read(*self._without_loss, loss, by_model=False))
             self._without_loss = None
@@ -208,12 +206,12 @@ class EvidenceKeeper:
                 self._step.read[-1].goes_back_from(loss)
             original(loss, *args, **kwargs)
 
-        self._hooks.callback(replace_method(self._accelerator, "backward", backward))
+        self._hooks.callback(intercept(self._accelerator, "backward", backward))
 
     def _watch_clipping(self) -> None:
-        original = self._accelerator.clip_grad_norm_
-
-        def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+        def clip_grad_norm_(
+            original: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any
+        ) -> Any:
             if not self.is_open:
                 return original(parameters, max_norm, *args, **kwargs)
             scale = self._loss_scale()
@@ -222,7 +220,7 @@ class EvidenceKeeper:
             self._step.limit = 0.0 if math.isinf(max_norm) else float(max_norm)
             return self._step.clip_norm
 
-        self._hooks.callback(replace_method(self._accelerator, "clip_grad_norm_", clip_grad_norm_))
+        self._hooks.callback(intercept(self._accelerator, "clip_grad_norm_", clip_grad_norm_))
 
     def _step_begins(self) -> None:
         if not self.is_open:

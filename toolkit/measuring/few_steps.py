@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from toolkit.engines.backend import backend_of
-from toolkit.engines.hooks import Undo, nothing, replace_method
+from toolkit.engines.hooks import Undo, intercept, nothing
 from toolkit.launching.ranks import local_rank, say
 from toolkit.search_path import ROOT
 
@@ -148,12 +148,11 @@ def few_steps(few: FewSteps) -> Iterator[None]:
         if few.steps is not None:
             few.hooks.callback(register_optimizer_step_pre_hook(_without_gradients(few)).remove)
             _hold_back(few)
-        load = DataLoader.__iter__
 
-        def passes(self: Any) -> Any:
+        def passes(load: Any, self: Any) -> Any:
             return _Pass(self, load(self), few)
 
-        few.hooks.callback(replace_method(DataLoader, "__iter__", passes))
+        few.hooks.callback(intercept(DataLoader, "__iter__", passes))
         yield
 
 
@@ -232,15 +231,13 @@ def _stop_trainer(few: FewSteps) -> Undo:
     module = sys.modules.get("transformers.trainer_callback")
     if module is None or few.steps is None:
         return nothing
-    handler: Any = module.CallbackHandler
-    on_step_end = handler.on_step_end
 
-    def stopping(self: Any, args: Any, state: Any, control: Any, *rest: Any, **more: Any) -> Any:
-        control = on_step_end(self, args, state, control, *rest, **more)
+    def stopping(on_step_end: Any, *arguments: Any, **more: Any) -> Any:
+        control = on_step_end(*arguments, **more)
         control.should_training_stop |= few.is_done
         return control
 
-    return replace_method(handler, "on_step_end", stopping)
+    return intercept(module.CallbackHandler, "on_step_end", stopping)
 
 
 def _hold_back(few: FewSteps) -> None:
@@ -258,9 +255,7 @@ def _hold_back(few: FewSteps) -> None:
     def no_tracker() -> None:
         few.say("--steps: nothing is reported to a tracker")
 
-    finish = TrainingArguments.__post_init__
-
-    def post_init(self: Any) -> None:
+    def post_init(finish: Any, self: Any) -> None:
         if self.push_to_hub:
             no_push()
             self.push_to_hub = False
@@ -269,12 +264,10 @@ def _hold_back(few: FewSteps) -> None:
             self.report_to = "none"
         finish(self)
 
-    init = Accelerator.__init__
-
-    def init_without_trackers(self: Any, *arguments: Any, **options: Any) -> None:
+    def init_without_trackers(init: Any, *arguments: Any, **options: Any) -> None:
         if options.pop("log_with", None) is not None:
             no_tracker()
-        init(self, *arguments, **options)
+        init(*arguments, **options)
 
     replacements: list[tuple[Any, str, Any]] = [
         (TrainingArguments, "__post_init__", post_init),
@@ -286,4 +279,4 @@ def _hold_back(few: FewSteps) -> None:
             (owner, name, no_push) for owner in (huggingface_hub.HfApi, huggingface_hub)
         ]
     for owner, name, replacement in replacements:
-        few.hooks.callback(replace_method(owner, name, replacement))
+        few.hooks.callback(intercept(owner, name, replacement))

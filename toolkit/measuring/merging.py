@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+from toolkit.jobs.terms import ring_factor
 from toolkit.measuring import gradients, machines, traffic
 from toolkit.measuring.clock import PHASES
 from toolkit.records.fields import (
@@ -202,7 +203,7 @@ def _server_load(ranks: Sequence[dict[str, Any]]) -> ServerLoad:
         expected_bytes=exchange["workers"] * exchange["pushed_bytes"],
         worker_sent_bytes=max(_moved(rank, "send", "gradients") for rank in workers),
         worker_received_bytes=max(_moved(rank, "receive", "parameters") for rank in workers),
-        all_reduce_bytes=exchange["pushed_bytes"] * traffic.ring_factor("all_reduce", len(ranks)),
+        all_reduce_bytes=exchange["pushed_bytes"] * ring_factor("all_reduce", len(ranks)),
         states_bytes=_state_bytes(server),
         buffer_bytes=server["server_exchange"]["buffer_bytes"],
         worker_states_bytes=max(map(_state_bytes, workers)),

@@ -8,11 +8,11 @@ What a script counts or divides by itself stays as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from toolkit.engines.hooks import replace_method
+from toolkit.engines.hooks import intercept
 
 
 class _Loop:
@@ -47,41 +47,32 @@ def one_for_many(ranks: int) -> Iterator[None]:
     from transformers import TrainingArguments
 
     loop = _Loop(ranks)
-    finish = TrainingArguments.__post_init__
-    init, do_sync, backward, clip = (
-        Accelerator.__init__,
-        Accelerator._do_sync,  # 1.15: what `accumulate` calls
-        Accelerator.backward,
-        Accelerator.clip_grad_norm_,
-    )
-    step, zero_grad = AcceleratedOptimizer.step, AcceleratedOptimizer.zero_grad
-    advance, turn = AcceleratedScheduler.step, LRScheduler.step
 
-    def post_init(self: Any) -> None:
+    def post_init(finish: Any, self: Any) -> None:
         if not loop.trains_by_trainer:
             self.gradient_accumulation_steps *= ranks
             loop.trains_by_trainer = True
         finish(self)
 
-    def make(self: Any, *arguments: Any, **options: Any) -> None:
+    def make(init: Any, self: Any, *arguments: Any, **options: Any) -> None:
         init(self, *arguments, **options)
         if not loop.trains_by_trainer:
             self.gradient_accumulation_steps *= ranks
 
-    def accumulate(self: Any, *arguments: Any, **options: Any) -> None:
+    def accumulate(do_sync: Any, *arguments: Any, **options: Any) -> None:
         loop.accumulates = True
-        do_sync(self, *arguments, **options)
+        do_sync(*arguments, **options)
 
-    def back(self: Any, loss: Any, **options: Any) -> None:
+    def back(backward: Any, *arguments: Any, **options: Any) -> None:
         loop.pending = True
-        backward(self, loss, **options)
+        backward(*arguments, **options)
 
-    def clipping(self: Any, parameters: Any, *arguments: Any, **options: Any) -> Any:
+    def clipping(clip: Any, *arguments: Any, **options: Any) -> Any:
         if loop.acts:
-            return clip(self, parameters, *arguments, **options)
+            return clip(*arguments, **options)
         return math.nan
 
-    def stepping(self: Any, *arguments: Any, **options: Any) -> Any:
+    def stepping(step: Any, self: Any, *arguments: Any, **options: Any) -> Any:
         acts = loop.acts
         loop.calls += 1
         if not acts:
@@ -89,40 +80,38 @@ def one_for_many(ranks: int) -> Iterator[None]:
         loop.pending = loop.pending and not self.gradient_state.sync_gradients
         return step(self, *arguments, **options)
 
-    def zero(self: Any, *arguments: Any, **options: Any) -> None:
+    def zero(zero_grad: Any, *arguments: Any, **options: Any) -> None:
         if not loop.pending or loop.trains_by_trainer:
-            zero_grad(self, *arguments, **options)
+            zero_grad(*arguments, **options)
 
-    def advancing(self: Any, *arguments: Any, **options: Any) -> None:
+    def advancing(advance: Any, self: Any, *arguments: Any, **options: Any) -> None:
         if loop.trains_by_trainer:
             advance(self, *arguments, **options)
         elif not loop.pending and not self.optimizers[0].step_was_skipped:
             for _ in range(1 if self.split_batches else ranks):  # as on each of the ranks
                 self.scheduler.step(*arguments, **options)
 
-    def turning(self: Any, *arguments: Any, **options: Any) -> None:
+    def turning(turn: Any, *arguments: Any, **options: Any) -> None:
         if loop.trains_by_trainer or not loop.pending:
-            turn(self, *arguments, **options)
+            turn(*arguments, **options)
 
-    def shorter(length: Callable[[Any], int]) -> Callable[[Any], int]:
-        return lambda self: math.ceil(length(self) / (1 if loop.trains_by_trainer else ranks))
+    def shorter(length: Any, self: Any) -> int:
+        return math.ceil(length(self) / (1 if loop.trains_by_trainer else ranks))
 
     replacements: list[tuple[Any, str, Any]] = [
         (TrainingArguments, "__post_init__", post_init),
         (Accelerator, "__init__", make),
-        (Accelerator, "_do_sync", accumulate),
+        (Accelerator, "_do_sync", accumulate),  # 1.15: what `accumulate` calls
         (Accelerator, "backward", back),
         (Accelerator, "clip_grad_norm_", clipping),
         (AcceleratedOptimizer, "step", stepping),
         (AcceleratedOptimizer, "zero_grad", zero),
         (AcceleratedScheduler, "step", advancing),
         (LRScheduler, "step", turning),
-        *(
-            (kind, "__len__", shorter(kind.__len__))
-            for kind in (DataLoaderShard, DataLoaderDispatcher)
-        ),
+        (DataLoaderShard, "__len__", shorter),
+        (DataLoaderDispatcher, "__len__", shorter),
     ]
     with ExitStack() as hooks:
         for owner, name, replacement in replacements:
-            hooks.callback(replace_method(owner, name, replacement))
+            hooks.callback(intercept(owner, name, replacement))
         yield

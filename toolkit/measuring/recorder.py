@@ -246,8 +246,6 @@ class Recorder:
         The host's peak is the system's own count, which cannot be kept from it.
         """
         probing = self._ledger.running
-        self._peak_ledger.stop()
-        self._ledger.stop()
         self._probe_hooks.close()
         if self.actual:  # before training there is no peak to keep
             self._keep_device_peaks()
@@ -364,14 +362,14 @@ class Recorder:
     def _start_ledgers(self) -> None:
         # Inside of the ledgers, which wrap the same methods: hooks are a stack, too.
         self._probe_hooks.callback(self._watch_step_within_backward())
+        self._probe_hooks.callback(self._ledger.stop)
         self._ledger.start(self._model)
         if self._no_peak is None:
             # Inside the other ledger, and stopped before it: modes and hooks are a stack.
+            self._probe_hooks.callback(self._peak_ledger.stop)
             self._peak_ledger.start(self._model, self._optimizer, device=self._device)
 
     def _stop_ledgers(self) -> None:
-        self._peak_ledger.stop()
-        self._ledger.stop()
         self._probe_hooks.close()
         self._model = self._optimizer = None
 
@@ -574,8 +572,6 @@ class Recorder:
     def _end_probe(self, *, skipped: bool) -> None:
         if not self._ledger.running:
             return
-        self._peak_ledger.stop()
-        self._ledger.stop()
         self._probe_hooks.close()
         step = len(self._steps) + 1
         self._probed.append(step)

@@ -6,7 +6,6 @@ before: the weights are gathered within each step of the optimizer, where all ra
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import sys
@@ -21,7 +20,7 @@ import torch
 
 from toolkit.engines.backend import backend_of
 from toolkit.engines.deepspeed import is_engine
-from toolkit.engines.hooks import replace_method
+from toolkit.engines.hooks import intercept
 from toolkit.engines.optimizers import optimizer_of, states_held
 from toolkit.engines.tensors import dtype_name, named_parameters, plain_name
 from toolkit.engines.wrappers import innermost
@@ -117,10 +116,10 @@ class _Watcher:
         self._watch(Accelerator, "save", "f", tensors="obj")
         self._watch(torch, "save", "f", tensors="obj")
         self._watch(safetensors.torch, "save_file", "filename", tensors="tensors")
-        load = Accelerator.load_state
 
-        @functools.wraps(load)
-        def loading(this: Any, input_dir: Any = None, *arguments: Any, **options: Any) -> None:
+        def loading(
+            load: Any, this: Any, input_dir: Any = None, *arguments: Any, **options: Any
+        ) -> None:
             load(this, input_dir, *arguments, **options)
             if self._first and input_dir is not None and self._loaded_from is None:
                 self._loaded_from = Path(input_dir)
@@ -128,14 +127,12 @@ class _Watcher:
                 this.save_state(str(self._folder / SECOND))
                 self._is_saving = False
 
-        self.hooks.callback(replace_method(Accelerator, "load_state", loading))
-        finish = TrainingArguments.__post_init__
-
-        def post_init(this: Any) -> None:
+        def post_init(finish: Any, this: Any) -> None:
             finish(this)
             self._watch_trainers()
 
-        self.hooks.callback(replace_method(TrainingArguments, "__post_init__", post_init))
+        self.hooks.callback(intercept(Accelerator, "load_state", loading))
+        self.hooks.callback(intercept(TrainingArguments, "__post_init__", post_init))
 
     def _watch(
         self,
@@ -157,12 +154,10 @@ class _Watcher:
             is_checkpoint: As in `Call`.
             weights_only: As in `Call`.
         """
-        original = getattr(owner, name)
-        declared = signature(original)
+        declared = signature(getattr(owner, name))
         shown = owner.__name__ if hasattr(owner, "__name__") else type(owner).__name__
 
-        @functools.wraps(original)
-        def saving(*arguments: Any, **options: Any) -> Any:
+        def saving(original: Any, *arguments: Any, **options: Any) -> Any:
             given = declared.bind(*arguments, **options).arguments
             if self._is_saving or (tensors and not self._has_weights(given[tensors])):
                 return original(*arguments, **options)
@@ -190,7 +185,7 @@ class _Watcher:
             call["path"] = os.path.abspath(with_path) if isinstance(with_path, str | Path) else ""
             return result
 
-        self.hooks.callback(replace_method(owner, name, saving))
+        self.hooks.callback(intercept(owner, name, saving))
 
     def _has_weights(self, content: Any) -> bool:
         names = {name.removeprefix("module.") for name in tensors_by_name(content)}
@@ -203,10 +198,8 @@ class _Watcher:
         if module is None or self._watches_trainers:
             return
         self._watches_trainers = True
-        init = module.Trainer.__init__
 
-        @functools.wraps(init)
-        def made(this: Any, *arguments: Any, **options: Any) -> None:
+        def made(init: Any, this: Any, *arguments: Any, **options: Any) -> None:
             init(this, *arguments, **options)
             self._watch(this, "save_model", lambda given: given.get("output_dir") or folder(this))
             self._watch(
@@ -217,12 +210,11 @@ class _Watcher:
                 weights_only=this.args.save_only_model,
             )
             if self._resume_from is not None:
-                train = this.train
 
-                def resuming(resume_from_checkpoint: Any = None, **more: Any) -> Any:
+                def resuming(train: Any, resume_from_checkpoint: Any = None, **more: Any) -> Any:
                     return train(resume_from_checkpoint=self._resume_from, **more)
 
-                replace_method(this, "train", resuming)
+                intercept(this, "train", resuming)
                 this.add_callback(_calling(lambda *_: self._save_again(this), "on_step_begin"))
             elif self._few.again:
                 this.add_callback(_calling(_hold_back, "on_step_end", "on_epoch_end"))
@@ -234,7 +226,7 @@ class _Watcher:
         def folder(trainer: Any) -> str:
             return str(trainer.args.output_dir)
 
-        self.hooks.callback(replace_method(module.Trainer, "__init__", made))
+        self.hooks.callback(intercept(module.Trainer, "__init__", made))
 
     def _save_again(self, trainer: Any) -> None:
         """Save, before its first step, what a Trainer has loaded."""
@@ -394,14 +386,14 @@ def _acting_after(step: int, asked: Any) -> Callable[[Any, Any], None]:
 
 def _evaluate_twice(trainer: Any) -> None:
     """Repeat the first evaluation of a Trainer."""
-    evaluate, seen = trainer.evaluation_loop, []
+    seen: list[Any] = []
 
-    def evaluating(*arguments: Any, **options: Any) -> Any:
+    def evaluating(evaluate: Any, *arguments: Any, **options: Any) -> Any:
         if not seen:
             seen.append(evaluate(*arguments, **options))
         return evaluate(*arguments, **options)
 
-    trainer.evaluation_loop = functools.wraps(evaluate)(evaluating)
+    intercept(trainer, "evaluation_loop", evaluating)
 
 
 def _is_same(one: Path, other: Path) -> bool:

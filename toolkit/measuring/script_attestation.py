@@ -32,7 +32,7 @@ from toolkit.configs.requested import (
     shown,
 )
 from toolkit.engines.backend import backend_of, strategy_of_plugins
-from toolkit.engines.hooks import Undo, nothing, replace_method
+from toolkit.engines.hooks import Undo, intercept, nothing
 from toolkit.engines.optimizers import steps_with
 from toolkit.engines.tensors import is_spread
 from toolkit.errors import UsageError
@@ -93,24 +93,22 @@ def watch(
     script = _Script(recorder, Observed() if rehearsal else None)
     plugins: dict[int, dict[str, Any]] = {}
     hooks = ExitStack()
-    original, original_init = Accelerator.prepare, Accelerator.__init__
-    original_model = Accelerator.prepare_model
 
-    def init(self: Any, *arguments: Any, **options: Any) -> None:
-        given = signature(original_init).bind(self, *arguments, **options).arguments
+    def init(original: Any, self: Any, *arguments: Any, **options: Any) -> None:
+        given = signature(original).bind(self, *arguments, **options).arguments
         plugins[id(self)] = {
             "deepspeed": given.get("deepspeed_plugin") or given.get("deepspeed_plugins"),
             "fsdp": given.get("fsdp_plugin"),
             "parallelism": given.get("parallelism_config"),
         }
-        original_init(self, *arguments, **options)
+        original(self, *arguments, **options)
 
-    def prepare_model(self: Any, model: Any, *arguments: Any, **options: Any) -> Any:
-        made = original_model(self, model, *arguments, **options)
+    def prepare_model(original: Any, *arguments: Any, **options: Any) -> Any:
+        made = original(*arguments, **options)
         script.placed.append(made)
         return made
 
-    def prepare(self: Any, *objects: Any, **options: Any) -> Any:
+    def prepare(original: Any, self: Any, *objects: Any, **options: Any) -> Any:
         starts = script.starts(objects)
         if observer is not None:
             observer.before_prepare(given for given in objects if isinstance(given, Module))
@@ -158,7 +156,7 @@ def watch(
             ("prepare_model", prepare_model),
             ("__init__", init),
         ):
-            hooks.callback(replace_method(Accelerator, name, replacement))
+            hooks.callback(intercept(Accelerator, name, replacement))
         if script.observed is not None:
             script.observed.start()
             hooks.callback(script.observed.close)
@@ -184,10 +182,11 @@ def _watch_own_loss(script: _Script) -> Undo:
     if module is None:
         return nothing
     Trainer: Any = module.Trainer
-    original = Trainer.training_step
     judged: list[Any] = []
 
-    def training_step(self: Any, model: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+    def training_step(
+        original: Any, self: Any, model: Any, *arguments: Any, **options: Any
+    ) -> torch.Tensor:
         micro_batches = self.current_gradient_accumulation_steps
         own = type(self).compute_loss is not Trainer.compute_loss
         if judged or micro_batches == 1 or not own:
@@ -199,7 +198,7 @@ def _watch_own_loss(script: _Script) -> Undo:
             script.of_loss += filter(None, [problem(loss)])
         return loss
 
-    return replace_method(Trainer, "training_step", training_step)
+    return intercept(Trainer, "training_step", training_step)
 
 
 class _Script:

@@ -6,7 +6,6 @@ the optimizer's own step, where all ranks are.
 
 from __future__ import annotations
 
-import functools
 import json
 import random
 import sys
@@ -25,7 +24,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from toolkit.engines.backend import backend_of
-from toolkit.engines.hooks import Undo, replace_method
+from toolkit.engines.hooks import Undo, intercept
 from toolkit.engines.optimizers import optimizer_of
 from toolkit.engines.tensors import elements_of, local, named_parameters, shape_of
 from toolkit.engines.wrapped import world_size
@@ -137,51 +136,42 @@ class ScriptObserver:
         ):
             self._hooks.callback(self._note_place(place, owner, name))
         self._hooks.callback(_watch_workers(self._folder))
-        resize = PreTrainedModel.resize_token_embeddings
 
-        def resized(model: Any, *arguments: Any, **options: Any) -> Any:
+        def resized(resize: Any, model: Any, *arguments: Any, **options: Any) -> Any:
             before = model.get_input_embeddings().num_embeddings
             self._unresized.setdefault(id(model), before)
             return resize(model, *arguments, **options)
 
-        self._hooks.callback(replace_method(PreTrainedModel, "resize_token_embeddings", resized))
-        make = PreTrainedTokenizerBase.__init__
-
-        def made(tokenizer: Any, *arguments: Any, **options: Any) -> None:
+        def made(make: Any, tokenizer: Any, *arguments: Any, **options: Any) -> None:
             make(tokenizer, *arguments, **options)
             self._tokenizers.append(tokenizer)
 
-        self._hooks.callback(replace_method(PreTrainedTokenizerBase, "__init__", made))
-        advance = AcceleratedScheduler.step
-
-        def advancing(scheduler: Any, *arguments: Any, **options: Any) -> None:
+        def advancing(advance: Any, *arguments: Any, **options: Any) -> None:
             self._prepared_schedule = True
-            advance(scheduler, *arguments, **options)
+            advance(*arguments, **options)
 
-        self._hooks.callback(replace_method(AcceleratedScheduler, "step", advancing))
-        prepare = Accelerator.prepare_data_loader
-
-        def prepare_data_loader(accelerator: Any, loader: Any, *rest: Any, **options: Any) -> Any:
+        def prepare_loader(prepare: Any, this: Any, loader: Any, *rest: Any, **options: Any) -> Any:
             _seed(getattr(loader, "sampler", None), seed)
-            made = prepare(accelerator, loader, *rest, **options)
+            made = prepare(this, loader, *rest, **options)
             if self._draws is None and self._data is None:
                 self._data = _rows_of_data(getattr(loader, "dataset", None))
                 self._draws = _watch_draws(made)
             return made
 
-        self._hooks.callback(
-            replace_method(Accelerator, "prepare_data_loader", prepare_data_loader)
-        )
+        for owner, name, replacement in (
+            (PreTrainedModel, "resize_token_embeddings", resized),
+            (PreTrainedTokenizerBase, "__init__", made),
+            (AcceleratedScheduler, "step", advancing),
+            (Accelerator, "prepare_data_loader", prepare_loader),
+        ):
+            self._hooks.callback(intercept(owner, name, replacement))
 
     def _note_place(self, place: str, owner: Any, name: str) -> Undo:
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def noting(*arguments: Any, **options: Any) -> Any:
+        def noting(original: Any, *arguments: Any, **options: Any) -> Any:
             self._few.place(place)
             return original(*arguments, **options)
 
-        return replace_method(owner, name, noting)
+        return intercept(owner, name, noting)
 
     def before_prepare(self, models: Iterable[torch.nn.Module]) -> None:
         """Switch dropout off, which no two runs would draw alike."""
@@ -209,9 +199,10 @@ class ScriptObserver:
         )
         trainer = sys.modules.get("transformers.trainer")
         if trainer is not None:
-            log = trainer.Trainer.log
 
-            def logging(this: Any, logs: dict[str, Any], *rest: Any, **options: Any) -> None:
+            def logging(
+                log: Any, this: Any, logs: dict[str, Any], *rest: Any, **options: Any
+            ) -> None:
                 self._trainer = type(this).__name__
                 self._own_step = _has_own_step(type(this), trainer.Trainer)
                 if not self._few.is_done or "loss" in logs:
@@ -219,7 +210,7 @@ class ScriptObserver:
                     self._logged.append({**now, **_plain(logs)})
                 log(this, logs, *rest, **options)
 
-            self._hooks.callback(replace_method(trainer.Trainer, "log", logging))
+            self._hooks.callback(intercept(trainer.Trainer, "log", logging))
 
     def write(self) -> None:
         """Write what this rank has seen; without a collective."""
@@ -515,15 +506,14 @@ def _watch_draws(loader: Any) -> list[int] | None:
     if not hasattr(shard, "process_index") or inner is None:
         return None
     draws: list[int] = []
-    original = type(inner).__iter__
 
-    def drawing(this: Any) -> Iterator[Any]:
+    def drawing(original: Any, this: Any) -> Iterator[Any]:
         for batch in original(this):
             if this is inner and len(draws) < ROWS_OF_DATA:
                 draws.append(zlib.crc32(repr(list(batch)).encode()))
             yield batch
 
-    replace_method(type(inner), "__iter__", drawing)
+    intercept(type(inner), "__iter__", drawing)
     return draws
 
 
@@ -543,9 +533,9 @@ class _Drawing:
 
 
 def _watch_workers(folder: Path) -> Undo:
-    load, number = DataLoader.__iter__, count()
+    number = count()
 
-    def iterating(loader: Any) -> Any:
+    def iterating(load: Any, loader: Any) -> Any:
         if loader.num_workers and not isinstance(loader.worker_init_fn, _Drawing):
             folder.mkdir(parents=True, exist_ok=True)
             name = folder / f"{WORKERS}{rank()}-"
@@ -554,7 +544,7 @@ def _watch_workers(folder: Path) -> Undo:
             loader.worker_init_fn.number = next(number)
         return load(loader)
 
-    return replace_method(DataLoader, "__iter__", iterating)
+    return intercept(DataLoader, "__iter__", iterating)
 
 
 def _drawn_by_workers(folder: Path) -> list[list[int]]:

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toolkit.engines.backend import backend_of
 from toolkit.engines.hooks import Undo
 from toolkit.engines.tensors import dtype_name, elements_of, is_spread_type, tensors_in
+from toolkit.jobs.terms import ring_factor
 from toolkit.planning.speed.traffic import textbook
 from toolkit.strategies import Strategy
 
@@ -340,14 +341,6 @@ def textbook_volume(model: Any, strategy: Strategy, ranks: int) -> dict[str, int
 def transport() -> str | None:
     """Return the backend that carries the collectives; None without other ranks."""
     return str(torch.distributed.get_backend()) if torch.distributed.is_initialized() else None
-
-
-def ring_factor(kind: str, ranks: int) -> float:
-    """Return the multiple of a payload that one rank of a ring sends, averaged over ranks."""
-    if kind in ("send", "receive"):
-        return 1.0 if kind == "send" else 0.0
-    once = (ranks - 1) / ranks
-    return 2 * once if kind == "all_reduce" else once
 
 
 def arguments_of(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

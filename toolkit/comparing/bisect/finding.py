@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
-from toolkit.comparing.bisect import rows
 from toolkit.comparing.bisect.links import BEFORE, LINKS, Link
 from toolkit.comparing.bisect.run_pair import LinkGap, RunPair, TracedRun
 from toolkit.comparing.run.folders import FailedStart, Finished
@@ -104,10 +103,9 @@ def bisect(
             f"{second_step}: fp16 skipped the others, so they have no step in common. Compare them "
             "with --precision bf16 or no."
         )
-    notes = list(rows.notes(pair))
+    notes: list[str] = []
     if pair.shares_weights:
-        notes.insert(
-            0,
+        notes.append(
             f"both were trained from the start to step {pair.step - 1}; {second.name} then took "
             f"the weights of {reference.name}, so that step {pair.step} begins equal but for the "
             "optimizer's states",

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from toolkit.comparing.bisect.distances import SCALE_TOLERANCE, divided
-from toolkit.comparing.bisect.run_pair import LinkGap, RunPair, counted, explain_factor
+from toolkit.comparing.bisect.run_pair import LinkGap, RunPair, explain_factor
 from toolkit.records.evidence import Evidence, MicroBatch, RowRead
 
 Key = int | str
@@ -19,13 +19,10 @@ Key = int | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedRow:
-    """One row, with the rank and micro-batch that read it."""
+    """One row, with the rank that read it."""
 
     row: RowRead
     rank: int
-    batch: int
-    """Number of the micro-batch on that rank, from 1."""
-
     weight: float | None
     """Weight of one of its tokens in the averaged gradient."""
 
@@ -140,18 +137,6 @@ def step_loss(pair: RunPair) -> LinkGap | str:
     return LinkGap(value=divided(abs(theirs - ours), abs(ours)), differs=words)
 
 
-def notes(pair: RunPair) -> Iterator[str]:
-    """Yield differences that are no fault, since a sum over the rows of a step has no order."""
-    reference, second = pair.names
-    own_grouping, other_grouping = (_grouping(run.evidence) for run in pair.runs)
-    if own_grouping != other_grouping:
-        yield f"the rows are read by {reference} as {own_grouping}, by {second} as {other_grouping}"
-    own_order, other_order = (_order(rows) for rows in _rows_of_pair(pair))
-    # Different rows are a finding of `batch`; only their order is noted here.
-    if own_order != other_order and Counter(own_order) == Counter(other_order):
-        yield f"the same rows are read in another order by {second}, within the step"
-
-
 def _rows_of_pair(pair: RunPair) -> tuple[Rows, Rows]:
     by_id = all(
         row["sample_id"] is not None
@@ -168,13 +153,13 @@ def _rows_of(evidence: Evidence, *, by_id: bool) -> Rows:
     """Return every row that any rank read, under its key."""
     rows: Rows = defaultdict(list)
     for rank, batches in enumerate(evidence["ranks"]):
-        for number, micro_batch in enumerate(batches, 1):
+        for micro_batch in batches:
             weight = token_weight(micro_batch, readers=len(evidence["ranks"]))
             for row in micro_batch["rows"]:
                 sample_id = row["sample_id"]
                 # Twelve hex digits of the hash suffice to distinguish the rows of a step.
                 key = sample_id if by_id and sample_id is not None else row["tokens"][:12]
-                rows[key].append(PlacedRow(row=row, rank=rank, batch=number, weight=weight))
+                rows[key].append(PlacedRow(row=row, rank=rank, weight=weight))
     return dict(rows)
 
 
@@ -213,21 +198,6 @@ def _common_rows(pair: RunPair) -> Iterator[tuple[Key, PlacedRow, PlacedRow]]:
         for own_row, other_row in zip(ours[key], theirs[key], strict=False):
             if own_row.hashes == other_row.hashes:
                 yield key, own_row, other_row
-
-
-def _grouping(evidence: Evidence) -> str:
-    """Describe the micro-batches in which the rows were read."""
-    counts = [len(batches) for batches in evidence["ranks"]]
-    ranks = counted(len(counts), "rank")
-    if len(set(counts)) > 1:
-        return f"{ranks} x {counts} micro-batches"
-    return f"{ranks} x {counts[0]} micro-batch{'' if counts[0] == 1 else 'es'}"
-
-
-def _order(rows: Rows) -> list[Key]:
-    """Return the keys in the order of the micro-batches, and of the ranks within each of them."""
-    placed = [(row.batch, row.rank, key) for key, copies in rows.items() for row in copies]
-    return [key for *_, key in sorted(placed, key=lambda entry: entry[:2])]
 
 
 def _first_of(keys: Sequence[Key]) -> str:

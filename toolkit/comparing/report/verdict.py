@@ -1,10 +1,10 @@
-"""The verdict in one sentence, and the findings behind it, from the data alone."""
+"""The verdict in one sentence, from the data alone, and the gates that broke or were not judged."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from toolkit.comparing.parity.gates import gate_names
 from toolkit.comparing.parity.judgement import broken_sentence
@@ -31,19 +31,6 @@ REHEARSAL: Final = (
 )
 
 
-class Conclusion(NamedTuple):
-    """A short and a long answer from the runs to one question; both empty where there is none."""
-
-    clause: str
-    """Part of the verdict."""
-
-    sentence: str
-    """Sentence with the numbers."""
-
-
-NOTHING: Final = Conclusion("", "")
-
-
 def verdict(results: Results) -> str:
     """Summarise the result in one sentence."""
     rows, good, bad = results["runs"], measured(results), failed(results)
@@ -52,15 +39,15 @@ def verdict(results: Results) -> str:
         return f"{text}{_names(bad, ': {} failed')}."
     spent = [row for row in bad if row["status"] == "oom"]
     clauses = [
-        _agreement(good, results).clause,
+        _agreement(good, results),
         _names(spent, "{} ran out of memory"),
         _names([row for row in bad if row not in spent], "{} failed"),
         _names([row for row in rows if row["status"] == "skipped"], "{} could not run here"),
     ]
     if not any(row["broken"] for row in good):
         if not results["rehearsal"]:
-            clauses.append(_speed(good, results["noise"]).clause)
-        clauses.append(_memory(good, results).clause)
+            clauses.append(_speed(good, results["noise"]))
+        clauses.append(_memory(good, results))
     clauses = [clause for clause in clauses if clause]
     *before, last = clauses or [""]
     if not last and not results["complete"]:
@@ -76,107 +63,66 @@ def verdict(results: Results) -> str:
     return f"{text}."
 
 
-def _agreement(good: Sequence[Row], results: Results) -> Conclusion:
-    """Say whether the runs trained the same model, and how near they came to the control."""
+def _agreement(good: Sequence[Row], results: Results) -> str:
+    """Say whether the runs trained the same model; empty without a run beside the control."""
     broken, control = [row for row in good if row["broken"]], control_name(results)
     if broken:
-        names = _names(broken, "{}")
-        return Conclusion(
-            f"{names} did not train the model that {control or 'the control'} trained, so their "
+        return _names(
+            broken,
+            f"{{}} did not train the model that {control or 'the control'} trained, so their "
             "numbers must not be compared",
-            f"{names} did not train as the control did: {broken_sentence(broken[0]['broken'][0])}",
         )
     if control is None:
-        reason = "there is no control"
-        return Conclusion(f"no run could be judged, {reason}", f"No run could be judged: {reason}.")
+        return "no run could be judged, there is no control"
     others = [row for row in good if not is_control(row, results["control"])]
-    if not others:
-        return NOTHING
     judged = [row for row in others if row["gates"]]
     if not judged:
-        text = f"run could be judged against {control}"
-        return Conclusion(f"no {text}", f"No {text}.")
-    return _judged(judged, [row for row in others if not row["gates"]], control)
-
-
-def _judged(judged: Sequence[Row], unjudged: Sequence[Row], control: str) -> Conclusion:
-    """Name the judged runs whose gates held, and the largest gap to the control."""
+        return f"no run could be judged against {control}" if others else ""
     names, runs = gate_names(judged), len(judged) + 1
     missing = sorted({gate for row in judged for gate in names if gate not in row["gates"]})
     last = min((step for row in judged if (step := row.get("judged_steps"))), default=None)
     missing += [] if last is None else [f"steps after {last}"]
     except_for = f" (not judged everywhere: {', '.join(missing)})" if missing else ""
-    if unjudged:
-        count = f"{runs} of {runs + len(unjudged)}"
+    if len(judged) < len(others):
+        count = f"{runs} of {len(others) + 1}"
     else:
         count = "both" if runs == 2 else f"all {runs}"
-    gaps = [(gap["max"], row["name"]) for row in judged if (gap := row["loss_gap"]) is not None]
-    largest = max(gaps, key=lambda gap: gap[0], default=None)
-    gap = "" if largest is None else f" (largest loss gap {largest[0]:.1e}, {largest[1]})"
-    others = "1 other run" if len(judged) == 1 else f"{len(judged)} other runs"
-    which = f"every gate that was judged held{except_for}" if missing else "every gate held"
-    return Conclusion(
-        f"{count} runs trained the same model{except_for}",
-        f"{others} trained as {control} did, {which}{gap}." + _names(unjudged, " {} not judged."),
-    )
+    return f"{count} runs trained the same model{except_for}"
 
 
-def _speed(good: Sequence[Row], noise: Noise | None) -> Conclusion:
+def _speed(good: Sequence[Row], noise: Noise | None) -> str:
     """Name the fastest run, and the runs that differ from it by no more than the noise."""
-    speeds = sorted(
-        (
-            (speed, row)
-            for row in good
-            if (speed := row["tokens_per_second"]) and math.isfinite(speed)
-        ),
-        key=lambda pair: -pair[0],
-    )
+    speeds = [
+        (speed, row) for row in good if (speed := row["tokens_per_second"]) and math.isfinite(speed)
+    ]
     if len(speeds) < 2:
-        return NOTHING
-    (most, best), (after, second) = speeds[:2]
+        return ""
+    speeds.sort(key=lambda pair: -pair[0])
+    most, best = speeds[0]
     if noise is None:
-        return Conclusion(
-            f"{best['name']} had the most tokens a second, which may be chance",
-            f"{best['name']} had the most tokens/s ({most:,.0f}), {second['name']} came next "
-            f"({after:,.0f}); how far such a difference means anything was not measured.",
-        )
-    near = [(speed, row) for speed, row in speeds if most - speed <= noise["share"] * speed]
+        return f"{best['name']} had the most tokens a second, which may be chance"
+    near = [row for speed, row in speeds if most - speed <= noise["share"] * speed]
     if len(near) == 1:
-        clause = f"{best['name']} was the fastest"
-        return Conclusion(clause, f"{clause} ({most:,.0f} tokens/s).")
-    clause = f"{listed([row for _, row in near])} were the fastest, too near to tell apart"
-    return Conclusion(
-        clause,
-        f"{clause} ({near[-1][0]:,.0f} to {most:,.0f} tokens/s; a difference under "
-        f"{share(noise['share'])} means nothing).",
-    )
+        return f"{best['name']} was the fastest"
+    return f"{listed(near)} were the fastest, too near to tell apart"
 
 
-def _memory(good: Sequence[Row], results: Results) -> Conclusion:
+def _memory(good: Sequence[Row], results: Results) -> str:
     """Name the run with the least memory, compared with DDP or the run with the most."""
-    compared, read = good, peak_of
-    if not results["rehearsal"]:
-        unit = "a GPU at its peak"
-        text = "{} needed the least memory ({} at its peak), {} the most ({})."
-    elif counts_peaks(results):
+    compared, read, unit = good, peak_of, "a GPU at its peak"
+    if counts_peaks(results):
         # With the host as device, offload does not lower the peak, as it would on a GPU.
-        compared, read = [row for row in good if not host_in_peak(row)], counted_peak
-        unit = "a process at its peak"
-        text = (
-            "The tensors of the fullest rank came to least in {} ({} at their peak) and most in "
-            "{} ({})" + (", runs that offload left out." if len(compared) < len(good) else ".")
-        )
-    else:
+        compared = [row for row in good if not host_in_peak(row)]
+        read, unit = counted_peak, "a process at its peak"
+    elif results["rehearsal"]:
         read, unit = states_of, "of states a process"
-        text = "The states of model and optimizer took least in {} ({} a rank) and most in {} ({})."
     sizes = [(count, row) for row in compared if (count := read(row)) is not None]
     if len(sizes) < 2:
-        return NOTHING
+        return ""
     least, row = min(sizes, key=lambda pair: pair[0])
     most, largest = max(sizes, key=lambda pair: pair[0])
     if size(most) == size(least):
-        return NOTHING
-    text = text.format(row["name"], size(least), largest["name"], size(most))
+        return ""
     base = next((pair for pair in sizes if pair[1]["strategy"] == BASELINE), (most, largest))
     if size(base[0]) != size(least):
         most, largest = base
@@ -185,29 +131,15 @@ def _memory(good: Sequence[Row], results: Results) -> Conclusion:
     fewest, other = min(held, key=lambda pair: pair[0], default=(least, row))
     if read is not states_of and size(fewest) != size(states_of(row)):
         of_each = unit.partition(" at")[0]
-        return Conclusion(
-            f"{other['name']} held the smallest states ({size(fewest)} {of_each}), "
-            f"while {row['name']} had the lowest peak ({size(least)}, {saved} less than "
-            f"{largest['name']})",
-            f"{text} The smallest states were those of {other['name']} ({size(fewest)}).",
+        return (
+            f"{other['name']} held the smallest states ({size(fewest)} {of_each}), while "
+            f"{row['name']} had the lowest peak ({size(least)}, {saved} less than "
+            f"{largest['name']})"
         )
-    return Conclusion(
+    return (
         f"{row['name']} needed the least memory: {size(least)} {unit}, {saved} less than "
-        f"{largest['name']}",
-        text,
+        f"{largest['name']}"
     )
-
-
-def findings(results: Results) -> str:
-    """Give the reasons for the verdict in a few sentences; empty where no run ended well."""
-    good = measured(results)
-    if not good:
-        return ""
-    facts = [_agreement(good, results)]
-    if not results["rehearsal"]:
-        facts.append(_speed(good, results["noise"]))
-    facts.append(_memory(good, results))
-    return " ".join(fact.sentence for fact in facts if fact.sentence)
 
 
 def broken_lines(results: Results) -> list[str]:

@@ -23,7 +23,6 @@ from toolkit.comparing.report.table_file import TABLE_FILE, render_table
 from toolkit.comparing.report.verdict import (
     REHEARSAL,
     broken_lines,
-    findings,
     unjudged_lines,
     verdict,
 )
@@ -60,7 +59,6 @@ def render_page(results: Results, *, show_speed: bool = False) -> str:
             "rehearsal": REHEARSAL if results["rehearsal"] else "",
             "verdict": escaped(verdict(results)),
             "broken": bullets(broken_lines(results)),
-            "findings": escaped(findings(results)),
         },
         parts=[_by_name(runs, results, show_speed), _figures(results, show_speed), *others],
         script=page.SCRIPT.read_text(encoding="utf-8"),
@@ -156,7 +154,6 @@ def render_markdown(results: Results, *, show_speed: bool = False) -> str:
         REHEARSAL if results["rehearsal"] else "",
         f"**{escaped(verdict(results))}**",
         bullets(broken_lines(results)),
-        escaped(findings(results)),
     ]
     return document(head, report_sections(results, show_speed=show_speed))
 

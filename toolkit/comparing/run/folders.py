@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from toolkit.comparing.run.options import OWNED_FLAGS, flags_in
+from toolkit.comparing.run.options import OWNED_FLAGS, flag_values
 from toolkit.comparing.run.plan import Run
 from toolkit.errors import UsageError
 from toolkit.files import check_takes_files
@@ -121,14 +121,14 @@ def differences(earlier: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
         for name in names
         if earlier.get(name) != wanted.get(name)
     ]
-    before, now = (flags_in(spec["flags"]) for spec in (earlier, wanted))
-    added = {name for name in now if name not in before and name.removeprefix("--") in OWNED_FLAGS}
+    before, now = (flag_values(spec["flags"]) for spec in (earlier, wanted))
+    added = {name for name in now if name not in before and name in OWNED_FLAGS}
     changes += [
-        f"{name} was {before.get(name, 'not given')}, and is {now.get(name, 'not given')} now"
+        f"--{name} was {before.get(name, 'not given')}, and is {now.get(name, 'not given')} now"
         for name in sorted({*before, *now} - added)
         if before.get(name) != now.get(name)
     ]
-    words = wanted["flags"]
+    words, added = wanted["flags"], {f"--{name}" for name in added}
     # Each of the added flags has one value.
     shared = [
         word for at, word in enumerate(words) if added.isdisjoint(words[max(at - 1, 0) : at + 1])

@@ -176,7 +176,7 @@ def check_train_flags(flags: Sequence[str]) -> None:
         UsageError: names every such flag and the flag to use instead.
     """
     findings: list[str] = []
-    for name in flag_names(flags):
+    for name in flag_values(flags):
         if name in OWNED_FLAGS:
             findings.append(f"--{name}: {OWNED_FLAGS[name]}.")
         elif name.startswith("save_"):
@@ -188,19 +188,14 @@ def check_train_flags(flags: Sequence[str]) -> None:
         )
 
 
-def flag_names(flags: Sequence[str]) -> list[str]:
-    """Return the names of the flags on a command line, spelled with underscores, each once."""
-    names = (flag[2:].partition("=")[0] for flag in flags if flag.startswith("--"))
-    return list(dict.fromkeys(name.replace("-", "_") for name in names))
-
-
-def flags_in(words: Sequence[str]) -> dict[str, str]:
-    """Return the flags of a command line with their values, `--` included."""
+def flag_values(words: Sequence[str]) -> dict[str, str]:
+    """Return the flags of a command line, spelled with underscores, each with its last value."""
     flags: dict[str, str] = {}
     name = ""
     for word in words:
         if word.startswith("--"):
-            name, _, value = word.partition("=")
+            name, _, value = word[2:].partition("=")
+            name = name.replace("-", "_")
             flags[name] = value
         else:
             flags[name] = f"{flags.get(name, '')} {word}".strip()

@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 
 from toolkit.backends import backend_of
 from toolkit.comparing.report.names import both_engines, without_engine
-from toolkit.comparing.run.options import CompareOptions, check_train_flags, flags_in
+from toolkit.comparing.run.options import CompareOptions, check_train_flags, flag_values
 from toolkit.configs.accelerate import num_processes_problem
 from toolkit.configs.optimizers import DEFAULT, missing_package, optimizer_problem
 from toolkit.configs.requested import check_left_over
@@ -278,7 +278,7 @@ def _sharing(strategy: Strategy, processes: int, options: CompareOptions) -> int
 
 
 def _optimizer(flags: Sequence[str]) -> str:
-    return flags_in(flags).get("--optim") or DEFAULT
+    return flag_values(flags).get("optim") or DEFAULT
 
 
 def _reason_to_skip(run: Run, gpus: int, rehearsal: bool) -> str | None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Final
 
 from toolkit.comparing.report.runs_table import cells
-from toolkit.comparing.run.options import CompareOptions, flag_names
+from toolkit.comparing.run.options import CompareOptions, flag_values
 from toolkit.comparing.run.plan import ComparisonPlan, Run
 from toolkit.environment import cache_root
 from toolkit.launching.step_lines import progress_bar, show_progress
@@ -44,7 +44,7 @@ NEXT: Final = (
 
 def is_built_in(options: CompareOptions) -> bool:
     """Return whether the built-in model is compared on the built-in data."""
-    return OTHER_INPUTS.isdisjoint(flag_names(options.train_flags))
+    return OTHER_INPUTS.isdisjoint(flag_values(options.train_flags))
 
 
 def first_words(options: CompareOptions, *, starts: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from toolkit.engines.described import decoder_layers
-from toolkit.engines.tensors import tensors_in
+from toolkit.engines.tensors import evaluating, tensors_in
 from toolkit.errors import UsageError
 
 Autocast = Callable[[], AbstractContextManager[object]]
@@ -66,16 +66,9 @@ def observe(model: Any, *, autocast: Autocast = nullcontext) -> Observed:
     observed = _stack_of(model)
     observed.parts = _parts(model, observed.stack)
     watch = _Watch(observed)
-    modes = [(module, module.training) for module in model.modules()]
-    device = next(model.parameters()).device
-    devices = [device] if device.type == "cuda" else []
-    model.eval()
-    try:
-        with watch.hooks(), torch.no_grad(), torch.random.fork_rng(devices=devices), autocast():
-            model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), use_cache=False)
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
+    with watch.hooks(), evaluating(model), autocast():
+        model(input_ids=ids, use_cache=False)
     watch.check(model)
     return observed
 

@@ -26,10 +26,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from toolkit.backends.schedules import (
     Schedule,
-    Slots,
     Work,
     WorkKind,
-    counted_slots,
     refused_micro_batches,
 )
 from toolkit.backends.stages import Balance, costs_of, cut
@@ -37,7 +35,7 @@ from toolkit.engines.described import described
 from toolkit.engines.pipelining.cutting import STAND_INS, Batch, Cut, StageModule, Window, cut_model
 from toolkit.engines.pipelining.observed import Autocast, observe
 from toolkit.engines.tensor_parallel import keep_parts, split
-from toolkit.engines.tensors import copies_of, local, sum_of_squares
+from toolkit.engines.tensors import clip_parts, copies_of, local, sum_of_squares
 from toolkit.errors import UsageError
 from toolkit.planning.models.counted import shape_of
 
@@ -246,13 +244,7 @@ class Pipeline:
         graded = [(n, p) for n, p in self.model.named_parameters() if p.grad is not None]
         for name, parameter in graded:
             squares += sum_of_squares(local(parameter.grad)) / self.copies(name, parameter)
-        dist.all_reduce(squares)
-        norm = squares.sqrt().float()
-        # As torch's `clip_grads_with_norm_` (2.15), which takes no parts of matrices among others.
-        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-        for _, parameter in graded:
-            local(parameter.grad).mul_(factor.to(parameter.grad.dtype))
-        return norm
+        return clip_parts([p.grad for _, p in graded], squares, limit)
 
     # Between steps
 
@@ -306,10 +298,6 @@ class Pipeline:
         orders: list[list[Work]] = [[] for _ in range(dist.get_world_size(self.group))]
         dist.all_gather_object(orders, self.work, group=self.group)
         return orders
-
-    def slots(self) -> Slots:
-        """Count the slots of the last step, from the work that each rank recorded."""
-        return counted_slots(self.orders(), stages=len(self.rank_of))
 
 
 class RaggedStage(PipelineStage):

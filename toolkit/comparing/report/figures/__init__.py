@@ -13,8 +13,7 @@ from toolkit.comparing.report.figures.memory import (
     memory_by_category,
 )
 from toolkit.comparing.report.figures.pipelines import bubbles
-from toolkit.comparing.report.figures.speed import scaling, speed_and_memory
-from toolkit.comparing.report.figures.times import phases, step_times
+from toolkit.comparing.report.figures.speed import phases, scaling, speed_and_memory
 from toolkit.environment import is_installed
 from toolkit.records.results import Results
 
@@ -25,14 +24,13 @@ FIGURES: Final[dict[str, Callable[[Results], ReportFigure | None]]] = {
     "traffic": bytes_by_purpose,
     "losses": losses_and_gaps,
     "bubble": bubbles,
-    "steps": step_times,
     "phases": phases,
     "scaling": scaling,
 }
 """What draws each figure, by its name, in reading order."""
 
 
-OF_SPEED: Final = ("speed", "steps", "phases", "scaling")
+OF_SPEED: Final = ("speed", "phases", "scaling")
 """Figures that a rehearsal shows only where they are asked for."""
 
 

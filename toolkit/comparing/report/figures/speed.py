@@ -1,13 +1,15 @@
-"""Figures of speed: against memory, and over the number of processes."""
+"""Figures of speed: against memory, over the number of processes, and where a step's time goes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from toolkit.comparing.report.figures.frame import (
+    Bar,
     ReportFigure,
     colour_of,
+    draw_bars,
     extremes,
     finite,
     label_of,
@@ -18,13 +20,26 @@ from toolkit.comparing.report.row_facts import (
     counted_peak,
     counts_peaks,
     host_in_peak_lines,
+    listed,
     peak_of,
+    reason_for,
     states_of,
 )
-from toolkit.comparing.report.sections.scaling import CPU_CORES, Scaled, scaled_runs
-from toolkit.comparing.report.svg import INK, PAPER
-from toolkit.comparing.report.words import size, tokens_per_second, unit_of
+from toolkit.comparing.report.sections.scaling import (
+    CPU_CORES,
+    CPU_TIMES,
+    PHASES,
+    Scaled,
+    scaled_runs,
+)
+from toolkit.comparing.report.svg import INK, PAPER, PARTS
+from toolkit.comparing.report.words import seconds, size, tokens_per_second, unit_of
+from toolkit.records.fields import value_at
 from toolkit.records.results import Results, Row
+
+PHASE_COLOURS: Final = dict(
+    zip(PHASES, (PARTS[2], PARTS[1], PARTS[0], PARTS[3], PARTS[5]), strict=True)
+)
 
 
 class Point(NamedTuple):
@@ -202,3 +217,56 @@ def _draw_lines(figure: ReportFigure, lines: Sequence[Sequence[Scaled]]) -> None
         axes.set_ylim(bottom=0)
         axes.set_xlabel("processes")
         axes.set_ylabel("speed-up")
+
+
+def _longest(bars: Sequence[Bar]) -> str:
+    """Return a sentence that names the longest phase of each run."""
+    longest: dict[str, list[Row]] = {}
+    for bar in bars:
+        phase, _ = max(zip(PHASES, bar.parts, strict=True), key=lambda pair: pair[1])
+        longest.setdefault(phase, []).append(bar.row)
+    phases = [f"{phase} in {listed(rows)}" for phase, rows in longest.items()]
+    return f"The longest phase is {', and '.join(phases)}."
+
+
+def phases(results: Results) -> ReportFigure | None:
+    """Draw one bar per run: medians of the phases of its steps; None without a run."""
+    if not results["runs"]:
+        return None
+    figure = ReportFigure(
+        results=results,
+        name="phases",
+        title="Phases of an optimizer step",
+        caption=(
+            "Seconds, the median of each phase over the timed steps, of each step the mean over "
+            "the ranks; medians need not add up to the step's. Data is waiting for rows, other "
+            "what is none of the rest."
+        ),
+    )
+    if results["rehearsal"]:
+        figure.caption += f" {CPU_TIMES}"
+    bars: list[Bar] = []
+    for row in results["runs"]:
+        medians = [value_at(row, f"phases.{phase}.median") for phase in PHASES]
+        known = [median if finite(median) else None for median in medians]
+        if all(median is None for median in known):
+            figure.omits(row, "phases")
+            continue
+        for phase, median in zip(PHASES, known, strict=True):
+            if median is None:
+                figure.lacks(row, f"No {phase}", reason_for(row, f"phases.{phase}"))
+        bars.append(Bar(row=row, parts=[median or 0 for median in known]))
+    if not bars:
+        return figure
+    figure.shows = _longest(bars)
+    draw_bars(
+        figure,
+        bars,
+        PHASE_COLOURS,
+        unit="seconds a step",
+        in_words=seconds,
+        text=lambda bar: seconds(bar.total),
+    )
+    for phase, colour in PHASE_COLOURS.items():
+        figure.add_key(phase, colour, "area")
+    return figure
