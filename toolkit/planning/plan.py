@@ -73,9 +73,7 @@ class PlanRow:
     @cached_property
     def largest_batch(self) -> int | None:
         """The most rows of a micro-batch that fit for sure."""
-        if self.room is None:
-            return None
-        return largest_batch(self.job, self.room, verdict=self.verdict)
+        return None if self.room is None else largest_batch(self.job, self.room)
 
     @cached_property
     def longest_sequence(self) -> int | None:

@@ -310,7 +310,7 @@ def _entry(entry: object, file: Path) -> Gpu:
             missing.append("bf16_tflops, which is due from compute capability 8.0,")
     if missing:
         verb = "is" if len(missing) == 1 else "are"
-        raise UsageError(f"{where}: {' and '.join(missing)} {verb} missing. An entry: {EXAMPLE}")
+        raise UsageError(f"{where}: {', '.join(missing)} {verb} missing. An entry: {EXAMPLE}")
 
     def check(key: str, expected: str, fits: Callable[[Any], object]) -> Any:
         value = values.get(key)
