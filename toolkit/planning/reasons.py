@@ -48,6 +48,8 @@ def reasons_for(
     slower = {candidate.job.strategy.name: candidate for candidate in ranked[1:]}
     leanest = _leanest_by_strategy(choice.training, looked_at)
     for name in ORDER[: ORDER.index(choice.job.strategy.name)]:
+        if name in SPLIT and not choice.job.backend.splits_model:
+            continue  # `of_splits` has them
         if name in leanest and not leanest[name].fits:
             yield f"{name} {_short(leanest[name])}."
         elif name in slower and goal == "speed":
@@ -103,7 +105,7 @@ def _of_split(name: str, search: Search, choice: Candidate, looked_at: Sequence[
         return _short(leanest)
     meshes = search.in_sizes(STRATEGIES[name])
     problem = next(filter(None, map(search.problem, meshes)), "")
-    return f"can't be used ({problem[:1].lower()}{problem[1:].rstrip('.')})" if problem else ""
+    return f"can't be used ({problem.rstrip('.')})" if problem else ""
 
 
 def _of_levers(choice: Candidate, goal: Goal) -> Iterator[str]:

@@ -237,10 +237,12 @@ def text_part(config: object, name: str) -> tuple[Mapping[str, Any], str]:
     named = cast("Mapping[str, Any]", quantised).values() if isinstance(quantised, Mapping) else ()
     for stored in (stored for stored in _LOADED if stored in named):
         config = {key: config[key] for key in config if key != "quantization_config"}
+        known = name.lower().startswith("openai/gpt-oss-")
+        copy = f", as unsloth/{name.rpartition('/')[2]}-BF16 is one" if known else ""
         notes.append(
             f"Its weights are stored in {stored}, which is not trained: transformers makes bf16 of "
             f"them ({_LOADED[stored]}(dequantize=True)), and that is planned. toolkit.train takes "
-            "a copy in bf16, as unsloth/gpt-oss-20b-BF16 is one."
+            f"a copy in bf16{copy}."
         )
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type in _TEXT_PARTS:

@@ -153,7 +153,7 @@ def shape_of(answer: Mapping[str, Any], name: str) -> ModelShape:
     if reason := answer["uncounted"]:
         raise UsageError(
             f"{name}: the parameters of {answer['architecture']} can be counted, but not what "
-            f"autograd keeps of it ({reason[:200]}). Plan with a parameter count such as 7b."
+            f"autograd keeps of it ({reason[:200]}). {_ADVICE}"
         )
     same_names = (
         "architecture layers hidden_size heads kv_heads head_dim intermediate_size vocab_size "

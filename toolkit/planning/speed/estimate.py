@@ -298,7 +298,7 @@ def estimate_speed(
         )
     if gpu.matmul_share is None or "matmul_share" in gpu.unchecked:
         notes.append(
-            f"What large products reach of the rate of a {gpu.name} is not known: the interval is "
+            f"What large products reach of the rate of {gpu.name} is not known: the interval is "
             "wide for it."
         )
     return PlannedSpeed(

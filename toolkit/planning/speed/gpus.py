@@ -237,14 +237,7 @@ _NUMBERS = {
 
 MOST_NETWORK_GBPS = 1e6
 
-_TEXTS = (
-    "source",
-    "memory_source",
-    "matmul_source",
-    "network_source",
-    "node_source",
-    "dollars_date",
-)
+_TEXTS = ("dollars_date", *(f.name for f in fields(Gpu) if f.name.endswith("source")))
 _LISTS = ("aliases", "unchecked")
 
 
