@@ -185,6 +185,7 @@ def test_a_folder_of_an_unknown_architecture_is_planned_with_its_exact_parameter
         command = [sys.executable, "-m", "toolkit.cli", *words]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         code, said = done.returncode, done.stdout
+        assert "on the meta device, which takes 15 to 30 seconds" in done.stderr
     else:  # one process that imports all to count is enough
         saved(config).save_pretrained(folder)  # an infinity of Bamba's as transformers writes it
         monkeypatch.setattr(counted, "_count", counted_here)
