@@ -358,6 +358,12 @@ def test_dropout_holds_its_result_and_a_mask_of_a_byte_an_element(share, held):
     assert sum(live.sizes[serial] for serial in live.living(0)) == held
 
 
+def test_a_constant_that_a_models_code_computes_again_keeps_its_value():
+    with LiveStorages([]):
+        for _ in range(2):
+            assert torch.all(torch.ones(3) > 0).item()
+
+
 def test_dense_and_sparse_layers_are_counted_one_by_one():
     def count(dense):
         model = build(GLM_MOE | {"first_k_dense_replace": dense}, torch.bfloat16)
