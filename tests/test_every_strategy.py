@@ -23,7 +23,7 @@ from toolkit.planning.job import PlannedJob
 from toolkit.planning.memory.estimate import estimate_memory, state_bytes
 from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.of_run import job_of
-from toolkit.planning.speed.traffic import collectives, textbook
+from toolkit.planning.speed.traffic import collectives
 from toolkit.records.record import FILLER_ID, read_record
 from toolkit.records.results import Results, read_results
 from toolkit.strategies import STRATEGIES
@@ -264,7 +264,7 @@ def test_bytes_on_the_wire_equal_the_planner_and_the_rest_is_listed_apart(compar
         assert found["disagreements"] == []
         assert (found["step"], found["micro_batches"]) == (2, job.accumulation)
         psi = model.parameters
-        papers = textbook(job.strategy, trained=psi, everything=psi, ranks=job.gpus)
+        papers = job.backend.textbook(trained=psi, everything=psi, ranks=job.gpus)
         assert found["textbook_elements"] == papers
         assert "not known" not in difference_in_words(row), (name, difference_in_words(row))
         counted, wanted = Counter(), Counter()

@@ -24,7 +24,6 @@ from toolkit.planning import recommend
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.models.resolve import resolve_model
 from toolkit.planning.plan import plan
-from toolkit.planning.speed.traffic import textbook
 from toolkit.strategies import STRATEGIES, Backend, Strategy
 
 MADE_UP = Strategy(
@@ -108,7 +107,7 @@ def test_every_other_part_that_decides_by_strategy_refuses_it():
         lambda: num_processes_problem(MADE_UP, 2),
         lambda: deepspeed_config(MADE_UP),
         lambda: environment.missing_for(MADE_UP),
-        lambda: textbook(MADE_UP, trained=1, everything=1, ranks=2),
+        lambda: backends.backend_of(MADE_UP).textbook(trained=1, everything=1, ranks=2),
         lambda: backends.backend_of(MADE_UP).ranks_among(2),
     ):
         with pytest.raises(UsageError, match=REFUSED):

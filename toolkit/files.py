@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from toolkit.errors import UsageError
 from toolkit.redaction import redact_known
@@ -62,6 +64,27 @@ def without_links(path: str, flags: int) -> int:
         raise UsageError(
             f"{path} is a symbolic link, and nothing is written through one. Remove it."
         ) from None
+
+
+def read_settings(file: Path, what: str) -> Any:
+    """Return the contents of a JSON or YAML file that a user wrote, `what` it is called.
+
+    Raises:
+        UsageError: it can't be read, or is of neither kind.
+    """
+    load: Callable[[str], Any] = json.loads
+    broken: tuple[type[Exception], ...] = (ValueError, RecursionError)  # and what is no text
+    if file.suffix.lower() in (".yaml", ".yml"):
+        import yaml
+
+        load, broken = yaml.safe_load, (*broken, yaml.YAMLError)
+    try:
+        return load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{what} {file} can't be read: {error.strerror}.") from None
+    except broken as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"{what} {file} can't be parsed: {reason}.") from None
 
 
 def check_takes_files(folder: Path, *, flag: str) -> None:

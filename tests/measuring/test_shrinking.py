@@ -1,10 +1,7 @@
 """Large models that a script loads become small ones of the same architecture."""
 
-import json
-
 import pytest
 import torch
-from places import ROOT
 from small_models import tiny_llama
 from transformers import (
     AutoConfig,
@@ -19,16 +16,14 @@ from transformers.utils.logging import disable_progress_bar
 from toolkit import environment
 from toolkit.errors import UsageError
 from toolkit.measuring.shrinking import LARGEST, most_parameters, shrinking, small_sizes
+from toolkit.planning.models.architectures import text_part
 from toolkit.planning.models.family import FAMILIES
+from toolkit.planning.models.resolve import well_known
 
-TABLE = json.loads((ROOT / "toolkit/planning/models/wellknown.json").read_text("utf-8"))["models"]
-KNOWN = [known for known in TABLE if known["config"]["model_type"] in (*FAMILIES, "gemma3")]
-CONFIGS = [model["config"] for model in KNOWN if "quantization_config" not in model["config"]]
-LARGE = {config["model_type"]: config for config in reversed(CONFIGS)}
-LATER = (
-    *("deepseek_v3", "ernie4_5_moe", "falcon_h1", "gemma4_text", "glm4_moe", "kimi_linear"),
-    *("lfm2", "longcat_flash", "mamba2", "minimax", "nemotron_h", "qwen3_5_text", "qwen3_next"),
-)
+KNOWN = {entry.ids[0]: text_part(entry.config, "")[0] for entry in well_known()}
+LARGE = {config["model_type"]: config for config in reversed(KNOWN.values())}
+LARGE["gemma3"] = next(e.config for e in well_known() if e.config["model_type"] == "gemma3")
+LATER = ("falcon_h1", "lfm2", "longcat_flash", "mamba2", "minimax")
 """Types without a well-known config here, by their defaults."""
 
 TOKENS = torch.arange(10, 34).view(2, 12)
@@ -56,7 +51,10 @@ def large(tmp_path):
     return made
 
 
-@pytest.mark.parametrize("kind", [*LARGE, *LATER])
+KINDS = [kind if kind in FAMILIES else pytest.param(kind, marks=pytest.mark.long) for kind in LARGE]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *LATER])
 def test_every_architecture_trains_small_with_its_vocabulary_and_positions(kind, large, tmp_path):
     folder = large(kind)
     was = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
@@ -76,12 +74,12 @@ def test_every_architecture_trains_small_with_its_vocabulary_and_positions(kind,
 
 def test_all_well_known_sizes_of_a_family_become_small():
     """Sizes that depend on each other differ within a family."""
-    for known in KNOWN:
-        config = AutoConfig.for_model(**known["config"])
+    for name, known in KNOWN.items():
+        config = AutoConfig.for_model(**known)
         small = type(config).from_dict(small_sizes(config.to_dict()))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(small)
-        assert model.num_parameters() <= LARGEST, known["ids"]
+        assert model.num_parameters() <= LARGEST, name
 
 
 def test_the_same_weights_every_time_whatever_the_script_has_drawn(large, tmp_path):

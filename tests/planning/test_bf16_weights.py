@@ -190,7 +190,8 @@ def terms(**options) -> dict[str, SpeedTerm]:
 
 def test_a_step_reads_and_writes_masters_moments_gradients_and_weights_once():
     read = {
-        moments: terms(bf16_weights=moments)["optimizer"].inputs["bytes"] for moments in MOMENTS
+        moments: terms(bf16_weights=moments)["optimizer"].inputs["bytes a parameter"]
+        for moments in MOMENTS
     }
     # The gradient is read for its norm, scaled in place, and read: 8; the weight is written: 2.
     assert read == {"float32": 8 + 2 + 8 + 16, "bfloat16": 8 + 2 + 8 + 8}

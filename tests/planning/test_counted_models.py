@@ -185,6 +185,7 @@ def test_a_folder_of_an_unknown_architecture_is_planned_with_its_exact_parameter
         command = [sys.executable, "-m", "toolkit.cli", *words]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         code, said = done.returncode, done.stdout
+        assert "on the meta device, which takes 15 to 30 seconds" in done.stderr
     else:  # one process that imports all to count is enough
         saved(config).save_pretrained(folder)  # an infinity of Bamba's as transformers writes it
         monkeypatch.setattr(counted, "_count", counted_here)
@@ -355,6 +356,12 @@ def test_dropout_holds_its_result_and_a_mask_of_a_byte_an_element(share, held):
         out = torch.nn.functional.dropout(given, share)
     assert (out.dtype, out.shape) == (given.dtype, given.shape)
     assert sum(live.sizes[serial] for serial in live.living(0)) == held
+
+
+def test_a_constant_that_a_models_code_computes_again_keeps_its_value():
+    with LiveStorages([]):
+        for _ in range(2):
+            assert torch.all(torch.ones(3) > 0).item()
 
 
 def test_dense_and_sparse_layers_are_counted_one_by_one():

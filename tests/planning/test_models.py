@@ -132,6 +132,13 @@ def test_no_name_stands_twice_in_the_table():
     assert len(names) == len(set(names))
 
 
+def test_a_config_that_was_not_read_itself_is_marked_and_is_one_of_several():
+    """`alike` names the ids whose config is taken to be that of the others."""
+    table = json.loads((ROOT / "toolkit/planning/models/wellknown.json").read_text("utf-8"))
+    for entry in table["models"]:
+        assert set(entry.get("alike", ())) < set(entry["ids"])
+
+
 def test_the_built_in_model_is_in_the_table_as_it_is_built():
     from toolkit.training import model
 

@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 from shapes_for_tests import gpt2, llama
 
+from toolkit.backends import backend_of
 from toolkit.backends.deepspeed_json import deepspeed_config
 from toolkit.jobs.terms import Collective
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.speed.traffic import collectives, cost_of_sync, textbook
+from toolkit.planning.speed.traffic import collectives, cost_of_sync
 from toolkit.strategies import STRATEGIES
 
 LLAMA = llama(hidden=256, intermediate=385, layers=3, vocab=1003)
@@ -325,7 +326,7 @@ def test_one_gpu_sends_nothing(strategy):
     assert all(collective.kind != "all_gather" for collective in found)
     # DeepSpeed calls its reductions over one rank too; a run of one process is held to them.
     assert bool(found) == STRATEGIES[strategy].reads_deepspeed_json
-    assert textbook(STRATEGIES[strategy], trained=1, everything=1, ranks=1) == 0
+    assert backend_of(STRATEGIES[strategy]).textbook(trained=1, everything=1, ranks=1) == 0
 
 
 def test_all_workers_traffic_is_at_the_server_and_grows_with_them():
@@ -355,7 +356,7 @@ def test_all_workers_traffic_is_at_the_server_and_grows_with_them():
 def test_textbook_volumes_are_two_and_three_times_the_model():
     psi = BIG.parameters
     volumes = {
-        name: textbook(strategy, trained=psi, everything=psi, ranks=2) / psi
+        name: backend_of(strategy).textbook(trained=psi, everything=psi, ranks=2) / psi
         for name, strategy in STRATEGIES.items()
         if name != "single"
     }
@@ -369,7 +370,7 @@ def test_textbook_volumes_are_two_and_three_times_the_model():
     assert {volume for name, volume in volumes.items() if name.startswith("zero3")} == {3}
     assert volumes["fsdp"] == volumes["fsdp_hybrid"] == 3
     served = STRATEGIES["parameter_server"]
-    assert textbook(served, trained=psi, everything=psi, ranks=9) == 8 * psi
+    assert backend_of(served).textbook(trained=psi, everything=psi, ranks=9) == 8 * psi
 
 
 def test_deepspeed_sends_three_psi_where_the_paper_has_two():

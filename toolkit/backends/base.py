@@ -435,7 +435,11 @@ class Backend:
     def textbook(self, *, trained: int, everything: int, ranks: int) -> int:
         """Return the elements that the papers have a rank send in a step of one micro-batch.
 
-        `trained` are the elements that have gradients, `everything` is all of them.
+        For many ranks 2 psi with data parallelism and ZeRO-1/2, 3 psi where parameters are sharded
+        and gathered twice (ZeRO, arXiv 1910.02054, section 7), 2 psi where they stay gathered;
+        times the element's size and (N - 1) / N. A parameter server sends psi to each of N - 1
+        workers. Frozen parameters are gathered and have no gradients: `trained` are the elements
+        that have some, `everything` is all of them.
         """
         if self.strategy.data_parallel_size(ranks) == 1:
             return 0  # of a lone tensor group or pipeline, activations alone cross the wire

@@ -8,9 +8,8 @@ from dataclasses import MISSING, field, fields
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
 from toolkit.errors import UsageError
+from toolkit.files import read_settings
 from toolkit.redaction import learn
 
 SWITCHED_OFF: Final = {"None", "False", "no", "none", "0", "0.0", "[]"}
@@ -54,17 +53,7 @@ def typed_flags(argv: Sequence[str]) -> list[str]:
 
 def _flags_of_file(path: str) -> list[str]:
     """Return the contents of the file of arguments as command-line flags."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"The file of arguments {path} can't be read: {error.strerror}."
-        ) from error
-    try:
-        values = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise UsageError(f"The file of arguments {path} can't be parsed: {reason}.") from error
+    values = read_settings(Path(path), "The file of arguments")
     if not isinstance(values, dict):
         raise UsageError(f"The file of arguments {path} must map names of flags to values.")
 

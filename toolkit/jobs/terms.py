@@ -92,6 +92,10 @@ class Interval:
         """Return both ends less the ends of `hidden`, and at least 0."""
         return Interval(max(0, self.low - hidden.low), max(0, self.high - hidden.high))
 
+    def at_least(self, other: Interval) -> Interval:
+        """Return the larger of both lower and of both upper ends."""
+        return Interval(max(self.low, other.low), max(self.high, other.high))
+
 
 @dataclass(slots=True, kw_only=True)
 class Term:

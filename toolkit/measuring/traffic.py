@@ -23,11 +23,11 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from toolkit import backends
 from toolkit.engines.backend import backend_of
 from toolkit.engines.hooks import Undo
 from toolkit.engines.tensors import dtype_name, elements_of, is_spread_type, tensors_in
 from toolkit.jobs.terms import ring_factor
-from toolkit.planning.speed.traffic import textbook
 from toolkit.strategies import Strategy
 
 Phase = Literal["forward", "backward", "clipping", "step", "guards"]
@@ -334,7 +334,8 @@ def textbook_volume(model: Any, strategy: Strategy, ranks: int) -> dict[str, int
     parameters = [parameter for _, parameter in backend_of(model).full_parameters()]
     trained = sum(elements_of(p) for p in parameters if p.requires_grad)
     everything = sum(map(elements_of, parameters))
-    sent = textbook(strategy, trained=trained, everything=everything, ranks=ranks)
+    twin = backends.backend_of(strategy)
+    sent = twin.textbook(trained=trained, everything=everything, ranks=ranks)
     return {"textbook_elements": sent, "trained_elements": trained, "all_elements": everything}
 
 

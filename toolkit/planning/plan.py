@@ -36,6 +36,11 @@ if TYPE_CHECKING:  # a plan without a GPU needs none of them, and answers at onc
 SCHEMA = 1
 SEQUENCE = 2048
 
+GEMMA_IN_FP16 = (
+    "Gemma 3 is not for fp16: its activations exceed what fp16 can hold, and become NaN "
+    "(huggingface/transformers#36822, #39972). Take a GPU with bf16, or --precision no."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
@@ -73,9 +78,7 @@ class PlanRow:
     @cached_property
     def largest_batch(self) -> int | None:
         """The most rows of a micro-batch that fit for sure."""
-        if self.room is None:
-            return None
-        return largest_batch(self.job, self.room, verdict=self.verdict)
+        return None if self.room is None else largest_batch(self.job, self.room)
 
     @cached_property
     def longest_sequence(self) -> int | None:
@@ -208,6 +211,8 @@ def plan(model: str | Path | ModelShape, options: PlanOptions) -> Plan:
     notes: list[str] = []
     precision = _precision(options.precision, gpu, notes)
     sequence = _sequence(options.sequence, shape, notes)
+    if precision == "fp16" and shape.architecture == "Gemma3ForCausalLM":
+        notes.append(GEMMA_IN_FP16)
     if shape.note:
         notes.append(shape.note)
     host_gib = _positive_or_none("host_gib", options.host_gib)

@@ -48,6 +48,8 @@ def reasons_for(
     slower = {candidate.job.strategy.name: candidate for candidate in ranked[1:]}
     leanest = _leanest_by_strategy(choice.training, looked_at)
     for name in ORDER[: ORDER.index(choice.job.strategy.name)]:
+        if name in SPLIT and not choice.job.backend.splits_model:
+            continue  # `of_splits` has them
         if name in leanest and not leanest[name].fits:
             yield f"{name} {_short(leanest[name])}."
         elif name in slower and goal == "speed":
@@ -77,33 +79,33 @@ def of_splits(
         )
     if choice is None or gpus == 1 or choice.job.backend.splits_model:
         return
-    clauses = [_of_split(name, search, choice, looked_at) for name in SPLIT]
+    names: dict[str, list[str]] = {}  # what became of each, of several at once where it is the same
+    for name in SPLIT:
+        names.setdefault(_of_split(name, search, choice, looked_at), []).append(name)
+    clauses = [f"{', '.join(names[clause])} {clause}" for clause in names if clause]
     yield (
         "Of the strategies that split the model over GPUs, "
-        f"{'; '.join(clause for clause in clauses if clause)}; layer_split lets one GPU work at a "
-        "time."
+        f"{'; '.join(clauses)}; layer_split lets one GPU work at a time."
     )
 
 
-def _of_split(
-    name: str, search: Search, choice: Candidate, looked_at: Sequence[Candidate]
-) -> str | None:
-    """Return what became of a strategy that splits the model, as a clause; None: no such mesh."""
+def _of_split(name: str, search: Search, choice: Candidate, looked_at: Sequence[Candidate]) -> str:
+    """Return what became of a strategy that splits the model, as a clause; empty: no such mesh."""
     if choice.job.method != "full":
-        return f"{name} trains whole models only"
+        return "can train whole models only"
     tried = [c for c in looked_at if c.job.strategy.name == name and c.training == choice.training]
     fitting = [candidate for candidate in tried if candidate.fits]
     if fitting:
         best = max(fitting, key=lambda candidate: candidate.tokens_per_second)
         share = best.tokens_per_second / choice.tokens_per_second
         mesh = best.job.strategy.mesh(best.job.gpus)
-        return f"{name} ({mesh}) would train at about {share:.0%} of the choice's rate"
+        return f"({mesh}) would train at about {share:.0%} of the choice's rate"
     if tried:
         leanest = max(tried, key=lambda candidate: candidate.verdict.worst_margin_bytes)
-        return f"{name} {_short(leanest)}"
+        return _short(leanest)
     meshes = search.in_sizes(STRATEGIES[name])
-    problems = dict.fromkeys(filter(None, map(search.problem, meshes)))
-    return f"{name} was left out, since {next(iter(problems)).rstrip('.')}" if problems else None
+    problem = next(filter(None, map(search.problem, meshes)), "")
+    return f"can't be used ({problem.rstrip('.')})" if problem else ""
 
 
 def _of_levers(choice: Candidate, goal: Goal) -> Iterator[str]:
@@ -250,15 +252,9 @@ def _passed_over(training: Training, looked_at: Sequence[Candidate]) -> Iterator
 def _leanest_by_strategy(
     training: Training, looked_at: Sequence[Candidate]
 ) -> dict[str, Candidate]:
-    best: dict[str, Candidate] = {}
-    for candidate in looked_at:
-        name = candidate.job.strategy.name
-        margin = candidate.verdict.worst_margin_bytes
-        if candidate.training == training and (
-            name not in best or margin > best[name].verdict.worst_margin_bytes
-        ):
-            best[name] = candidate
-    return best
+    of_training = [candidate for candidate in looked_at if candidate.training == training]
+    of_training.sort(key=lambda candidate: candidate.verdict.worst_margin_bytes)
+    return {candidate.job.strategy.name: candidate for candidate in of_training}
 
 
 def _short(candidate: Candidate) -> str:

@@ -39,7 +39,6 @@ from toolkit.planning.search import (
 )
 from toolkit.planning.speed.estimate import PlannedCost, cost
 from toolkit.planning.speed.gpus import Gpu
-from toolkit.planning.verdict import judge
 from toolkit.strategies import STRATEGIES
 
 GLOBAL_BATCH = 32
@@ -357,8 +356,7 @@ def _other_methods(search: Search, options: RecommendOptions) -> Iterator[Remedy
         if fitting:
             best = rank(fitting, options.goal)[0]
             price = "; ".join(lever.price for lever in training.levers)
-            verdict = judge(best.memory, best.room)
-            yield Remedy(name=training.name, cost=price, job=best.job, verdict=verdict)
+            yield Remedy(name=training.name, cost=price, job=best.job, verdict=best.verdict)
             return
 
 

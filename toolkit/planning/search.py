@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
 from toolkit.backends import backend_of
 from toolkit.configs.accelerate import num_processes_problem, with_groups
@@ -232,33 +232,37 @@ class Search:
                 ladders.append((*kept, *usable))
         if self.is_quick:
             ladders = [ladders[0], ladders[-1]]
-        ways_of = [_Ways(partial(self._candidate, training, ladder), jobs) for ladder in ladders]
+
+        @cache
+        def way(ladder: tuple[Lever, ...], batch: int) -> Candidate:
+            return self._candidate(training, ladder, jobs[batch])
+
         place = 0
         found: list[Candidate] = []
-        for ladder, ways in zip(ladders, ways_of, strict=True):
+        for ladder in ladders:
             to_beat = self._rate_to_beat([*in_other_sizes, *found])
-            if to_beat and self._fastest_rate(ways[batches[-1]], ladder) < to_beat:
+            if to_beat and self._fastest_rate(way(ladder, batches[-1]), ladder) < to_beat:
                 if ladder is ladders[0]:
                     continue  # the chunked loss is faster
                 break
             if not found:
-                leanest = ways_of[-1][1]
+                leanest = way(ladders[-1], 1)
                 has_place = leanest.levers[: len(training.levers)] == training.levers
                 if not (has_place and self.can_step(strategy)):
                     return []
                 found.append(leanest)
                 if not leanest.fits:
                     return found
-            most = bisect_left(batches, True, lo=place, key=lambda rows: not ways[rows].fits)
+            most = bisect_left(batches, True, lo=place, key=lambda rows: not way(ladder, rows).fits)
             roomy = most
-            if most and not (self.is_quick or ways[batches[most - 1]].is_roomy):
+            if most and not (self.is_quick or way(ladder, batches[most - 1]).is_roomy):
                 roomy = bisect_left(
-                    batches, True, hi=most, key=lambda rows: not ways[rows].is_roomy
+                    batches, True, hi=most, key=lambda rows: not way(ladder, rows).is_roomy
                 )
             # Larger micro-batches make fewer of them, and so a larger bubble.
             tried = {*range(most)} if backend_of(strategy).in_stages else set[int]()
             for count in {most, roomy, *tried} - {0}:
-                found += self._with_less_traffic(ways[batches[count - 1]], ladder)
+                found += self._with_less_traffic(way(ladder, batches[count - 1]), ladder)
             place = most
             if roomy == len(batches):
                 break  # further levers would only cost time
@@ -317,20 +321,6 @@ class Search:
                 job = changed
                 used.append(lever)
         return replace(self.base, job=job, training=training, levers=tuple(used))
-
-
-class _Ways(dict[int, Candidate]):
-    """Candidates by the rows of their micro-batch, made when they are looked at."""
-
-    def __init__(
-        self, make: Callable[[PlannedJob], Candidate], jobs: Mapping[int, PlannedJob]
-    ) -> None:
-        super().__init__()
-        self._make, self._jobs = make, jobs
-
-    def __missing__(self, rows: int) -> Candidate:
-        self[rows] = self._make(self._jobs[rows])
-        return self[rows]
 
 
 def rank(candidates: Sequence[Candidate], goal: Goal) -> list[Candidate]:

@@ -109,18 +109,9 @@ def fits(job: PlannedJob, room: Room) -> bool:
     return judge(estimate_memory(job), room).fits
 
 
-def largest_batch(job: PlannedJob, room: Room, *, verdict: Verdict | None = None) -> int:
-    """Return the most rows of a micro-batch that fit for sure, 0 where not even one does.
-
-    `verdict` is that of the job itself, where it is known.
-    """
-
-    def holds(batch: int) -> bool:
-        if verdict is not None and batch == job.batch:
-            return verdict.fits
-        return fits(job.with_(batch=batch), room)
-
-    return _largest(holds, MOST_BATCH)
+def largest_batch(job: PlannedJob, room: Room) -> int:
+    """Return the most rows of a micro-batch that fit for sure, 0 where not even one does."""
+    return _largest(lambda batch: fits(job.with_(batch=batch), room), MOST_BATCH)
 
 
 def longest_sequence(job: PlannedJob, room: Room) -> int:

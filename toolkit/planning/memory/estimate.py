@@ -48,11 +48,6 @@ def state_bytes(job: PlannedJob, rank: int = 0) -> StateBytes:
     return job.backend.states(job, rank)
 
 
-def most_loaded(job: PlannedJob) -> StateBytes:
-    """Return the states of the fullest rank."""
-    return job.backend.fullest_states(job)
-
-
 def host_terms(job: PlannedJob, states: StateBytes) -> Iterator[Term]:
     """Yield the terms of a node's RAM and disk for all of its ranks; none without offload."""
     if not (job.backend.steps_on_cpu or optimizers.is_paged(job.optimizer)):
@@ -152,7 +147,7 @@ def estimate_memory(job: PlannedJob) -> MemoryEstimate:
 
 
 def _estimate(job: PlannedJob, *, asked: PlannedJob) -> MemoryEstimate:
-    states = most_loaded(job)
+    states = job.backend.fullest_states(job)
     terms = [
         *_tensor_terms(job, states),
         *asked.backend.exchanges(asked, job, job.micro_tokens),
@@ -228,7 +223,7 @@ def _step_peak(
             micro_batch=number,
             in_flight=_in_flight(job, micro_batches[number - 1 :], asked=asked),
         )
-        states = most_loaded(of_micro_batch)
+        states = of_micro_batch.backend.fullest_states(of_micro_batch)
         terms = _tensor_terms(of_micro_batch, states.in_one_place() if job.on_cpu else states)
         terms += asked.backend.exchanges(asked, of_micro_batch, rows * tokens)
         for needed in sums_by_phase(terms).values():

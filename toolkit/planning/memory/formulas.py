@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from toolkit.jobs.optimizers import STEP
 from toolkit.planning.job import PlannedJob
-from toolkit.planning.memory.estimate import most_loaded
 
 ZERO_STAGES = ("ddp", "zero1", "zero2", "zero3")
 """Stages that divide by the ranks: nothing; the optimizer; also gradients; also weights."""
@@ -59,7 +58,7 @@ def compare_with_formula(job: PlannedJob) -> FormulaComparison:
     shards = (strategy.shards_optimizer, strategy.shards_gradients, strategy.shards_parameters)
     stage = ZERO_STAGES[sum(shards)]
     course = zero_bytes(stage, job.model.parameters, job.shards, mixed=mixed)
-    states, buckets = most_loaded(job).total, job.backend.lasting_buckets(job)
+    states, buckets = job.backend.fullest_states(job).total, job.backend.lasting_buckets(job)
     implementation = states.in_memory + states.nvme + buckets
     differences = _by_part(job, stage, mixed=mixed)
     differences["the optimizer's step counters"] = STEP * job.backend.stepped_tensors(job)

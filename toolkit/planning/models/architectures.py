@@ -207,6 +207,8 @@ _TEXT_PARTS = {
     "gemma3": "gemma3_text",
     "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
+    "kimi_k2": "deepseek_v3",
+    "kimi_k25": "deepseek_v3",
     "llama4": "llama4_text",
     "mistral3": "",
     "qwen2_vl": "qwen2",
@@ -217,7 +219,7 @@ _TEXT_PARTS = {
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
 """Multimodal configs -> the type of their text part, which is built as a causal LM; empty where the
-text part says its own."""
+text part says its own. Kimi's files name DeepSeek-V3's class and bring code of their own."""
 
 _LOADED = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 """Formats of weights that transformers loads in bf16 if it is asked to, by its config of them."""
@@ -237,10 +239,12 @@ def text_part(config: object, name: str) -> tuple[Mapping[str, Any], str]:
     named = cast("Mapping[str, Any]", quantised).values() if isinstance(quantised, Mapping) else ()
     for stored in (stored for stored in _LOADED if stored in named):
         config = {key: config[key] for key in config if key != "quantization_config"}
+        known = name.lower().startswith("openai/gpt-oss-")
+        copy = f", as unsloth/{name.rpartition('/')[2]}-BF16 is one" if known else ""
         notes.append(
             f"Its weights are stored in {stored}, which is not trained: transformers makes bf16 of "
             f"them ({_LOADED[stored]}(dequantize=True)), and that is planned. toolkit.train takes "
-            "a copy in bf16, as unsloth/gpt-oss-20b-BF16 is one."
+            f"a copy in bf16{copy}."
         )
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type in _TEXT_PARTS:
@@ -248,8 +252,8 @@ def text_part(config: object, name: str) -> tuple[Mapping[str, Any], str]:
         inner = config["model_type"]
         loaded = FAMILIES[inner].architecture if inner in FAMILIES else f"a model of type {inner}"
         notes.append(
-            "The text part alone: vision and audio towers and their projectors are left out, "
-            f"as if it were loaded as {loaded}."
+            "The text part alone: vision and audio towers and their projectors, if any, are left "
+            f"out, as if it were loaded as {loaded}."
         )
     return config, " ".join(notes)
 

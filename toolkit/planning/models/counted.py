@@ -36,7 +36,7 @@ SOURCES = (
 _ADVICE = "Plan with a parameter count such as 7b."
 
 SECONDS = 600.0
-"""Time for the child; usual models take 10 to 60 seconds of one core."""
+"""Time for the child; usual models take 15 to 30 seconds of one core, those of many kinds 60."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -86,8 +86,8 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 def _count(text: str, config: Mapping[str, Any], name: str) -> dict[str, Any]:
     _LOG.warning(
-        "%s: counting %s layers of the architecture %s on the meta device, which takes 10 to 60 "
-        "seconds. The answer is kept for the next time.",
+        "%s: counting %s layers of the architecture %s on the meta device, which takes 15 to 30 "
+        "seconds, or a minute where they are of many kinds. The answer is kept for the next time.",
         name,
         config.get("num_hidden_layers", "the"),
         shown(config.get("model_type")),
@@ -153,7 +153,7 @@ def shape_of(answer: Mapping[str, Any], name: str) -> ModelShape:
     if reason := answer["uncounted"]:
         raise UsageError(
             f"{name}: the parameters of {answer['architecture']} can be counted, but not what "
-            f"autograd keeps of it ({reason[:200]}). Plan with a parameter count such as 7b."
+            f"autograd keeps of it ({reason[:200]}). {_ADVICE}"
         )
     same_names = (
         "architecture layers hidden_size heads kv_heads head_dim intermediate_size vocab_size "

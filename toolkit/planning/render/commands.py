@@ -17,8 +17,6 @@ PORT = 29500
 ADDRESS = "ADDRESS"
 """Stands for the address of node 0."""
 
-TENSOR_SIZE = "--tensor_size {}"
-
 CONFIG = Path("CONFIG")
 """Stands for the config file until the shell names it."""
 
@@ -28,9 +26,9 @@ def paste_line(option: Option) -> str:
     job, steps = option.candidate.job, None if option.cost is None else option.cost.steps
     line = shlex.join(train_command(job, CONFIG, rate=option.learning_rate.linear, steps=steps))
     strategy = job.strategy
-    size = "" if strategy.tensor == STRATEGIES[strategy.name].tensor else f" {TENSOR_SIZE}"
-    path = f"$(toolkit configs path {strategy.name}{size.format(strategy.tensor)})"
-    path = f'"{path}" --num_processes {job.gpus}'
+    usual = strategy.tensor == STRATEGIES[strategy.name].tensor
+    size = "" if usual else f" --tensor_size {strategy.tensor}"
+    path = f'"$(toolkit configs path {strategy.name}{size})" --num_processes {job.gpus}'
     groups = strategy.replicas
     if groups > 1:
         path += f" --parallelism_config_dp_replicate_size {groups}"

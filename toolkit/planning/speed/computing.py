@@ -111,15 +111,15 @@ def computing(job: PlannedJob, gpu: Gpu, rate: float) -> list[SpeedTerm]:
     tokens = job.micro_tokens
     terms = [
         *_products(job, gpu, rate),
-        _moving("norms, activations, residuals", _elementwise(job).times(tokens), gpu),
-        _moving("logits and loss", _logits(job), gpu),
+        moving("norms, activations, residuals", _elementwise(job).times(tokens), gpu),
+        moving("logits and loss", _logits(job), gpu),
         _reading_weights(job, gpu, rate),
     ]
     if job.method != "full":
-        terms.append(_moving("adapters' inputs and outputs", _adapters(job).times(tokens), gpu))
+        terms.append(moving("adapters' inputs and outputs", _adapters(job).times(tokens), gpu))
     if job.attention == "eager":
         scores = job.model.layers * job.model.heads * tokens * job.sequence
-        terms.append(_moving("attention scores", rates.SCORE_BYTES.times(scores), gpu))
+        terms.append(moving("attention scores", rates.SCORE_BYTES.times(scores), gpu))
     return [*terms, _launching(job, total(terms))]
 
 
@@ -145,7 +145,7 @@ def _products(job: PlannedJob, gpu: Gpu, rate: float) -> Iterator[SpeedTerm]:
         )
 
 
-def _moving(name: str, amount: Interval, gpu: Gpu) -> SpeedTerm:
+def moving(name: str, amount: Interval, gpu: Gpu) -> SpeedTerm:
     """Return the time of kernels that only move `amount` bytes through the GPU's memory."""
     return SpeedTerm(
         name=name,
@@ -160,13 +160,13 @@ def _moving(name: str, amount: Interval, gpu: Gpu) -> SpeedTerm:
 
 
 def _reading_weights(job: PlannedJob, gpu: Gpu, rate: float) -> SpeedTerm:
-    moving = _moving("reading weights", _weights(job), gpu)
+    reading = moving("reading weights", _weights(job), gpu)
     least = _least_fetching(job, gpu, rate, matmul_share(gpu).high)
     return replace(
-        moving,
-        seconds=Interval(max(moving.seconds.low, least), max(moving.seconds.high, least)),
-        formula=f"{moving.formula}, or what products of few tokens wait for their weights",
-        inputs={**moving.inputs, "seconds of waiting": least},
+        reading,
+        seconds=reading.seconds.at_least(Interval.exactly(least)),
+        formula=f"{reading.formula}, or what products of few tokens wait for their weights",
+        inputs={**reading.inputs, "seconds of waiting": least},
     )
 
 

@@ -10,7 +10,7 @@ Outside of forward and backward are collectives, the optimizer's step and the co
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from toolkit.backends.base import HostTraffic
 from toolkit.errors import UsageError
@@ -18,7 +18,14 @@ from toolkit.jobs.optimizers import moved_bytes
 from toolkit.jobs.terms import Collective, Interval
 from toolkit.planning.job import PlannedJob
 from toolkit.planning.speed import rates
-from toolkit.planning.speed.computing import CONVENTION, SpeedTerm, computing, model_flops, total
+from toolkit.planning.speed.computing import (
+    CONVENTION,
+    SpeedTerm,
+    computing,
+    model_flops,
+    moving,
+    total,
+)
 from toolkit.planning.speed.gpus import Gpu
 from toolkit.planning.speed.traffic import collectives
 from toolkit.strategies import DTYPE_BYTES, SHORT_DTYPES
@@ -48,10 +55,7 @@ def communicating(job: PlannedJob, gpu: Gpu, network: Interval, micro: Interval)
         terms.append(
             SpeedTerm(
                 name=f"{collective.kind.replace('_', '-')} of {collective.purpose}",
-                seconds=Interval(
-                    max(taken.low * least, taken.low - hidden.low),
-                    max(taken.high * least, taken.high - hidden.high),
-                ),
+                seconds=taken.less(hidden).at_least(taken.times(least)),
                 formula="calls * latency + wire bytes / (bandwidth * share), less what is hidden",
                 inputs={
                     "wire bytes": collective.link_bytes,
@@ -70,7 +74,7 @@ def collective_seconds(collective: Collective, gpu: Gpu, network: Interval) -> I
     """Return the seconds of all calls of a step, nothing beside them: alpha-beta, on a ring."""
     link = gpu.nvlink_bandwidth or gpu.pcie_bandwidth
     share = rates.NVLINK_SHARE if gpu.nvlink_bandwidth else rates.PCIE_SHARE
-    moving = Interval.exactly(collective.link_bytes) / share.times(link)
+    crossing = Interval.exactly(collective.link_bytes) / share.times(link)
     hops = (collective.ranks - 1) * (2 if collective.kind == "all_reduce" else 1)
     if collective.kind in ("send", "receive"):
         hops = 1
@@ -79,9 +83,9 @@ def collective_seconds(collective: Collective, gpu: Gpu, network: Interval) -> I
         hop = rates.NODE_HOP_SECONDS
         shared = Interval.exactly(collective.link_bytes * collective.rings)
         between = shared / (network * rates.NETWORK_SHARE)
-        moving = Interval(max(moving.low, between.low), max(moving.high, between.high))
+        crossing = crossing.at_least(between)
     calls = collective.calls * collective.times
-    return moving + (rates.LATENCY_SECONDS + Interval.exactly(hops * hop)).times(calls)
+    return crossing + (rates.LATENCY_SECONDS + Interval.exactly(hops * hop)).times(calls)
 
 
 def stepping(job: PlannedJob, gpu: Gpu, micro: Interval) -> list[SpeedTerm]:
@@ -99,21 +103,9 @@ def stepping(job: PlannedJob, gpu: Gpu, micro: Interval) -> list[SpeedTerm]:
     if traffic is None:
         one_by_one = job.optimizer == "adamw" and not job.bf16_weights
         passes = rates.OPTIMIZER_PASSES if one_by_one else Interval.exactly(1)
-        terms.append(
-            SpeedTerm(
-                name="optimizer",
-                seconds=passes.times(moved * elements)
-                / rates.MEMORY_SHARE.times(gpu.memory_bandwidth),
-                formula="bytes a parameter * parameters * passes / (memory bandwidth * share)",
-                inputs={
-                    "bytes": moved,
-                    "parameters": elements,
-                    "passes": passes,
-                    "memory bandwidth": gpu.memory_bandwidth,
-                },
-            )
-        )
-        return terms
+        optimizer = moving("optimizer", passes.times(moved * elements), gpu)
+        known = {"bytes a parameter": moved, "parameters": elements, "passes": passes}
+        return [*terms, replace(optimizer, inputs={**known, **optimizer.inputs})]
     return terms + _offloading(job, traffic, gpu, micro, elements, moved)
 
 
@@ -262,8 +254,8 @@ def estimate_speed(
     terms = once
     if job.accumulation > 1:
         terms = [
-            SpeedTerm(
-                name=term.name,
+            replace(
+                term,
                 seconds=term.seconds.times(job.accumulation),
                 formula=f"({term.formula}) * micro-batches",
                 inputs={**term.inputs, "micro-batches": job.accumulation},
@@ -306,7 +298,7 @@ def estimate_speed(
         )
     if gpu.matmul_share is None or "matmul_share" in gpu.unchecked:
         notes.append(
-            f"What large products reach of the rate of a {gpu.name} is not known: the interval is "
+            f"What large products reach of the rate of {gpu.name} is not known: the interval is "
             "wide for it."
         )
     return PlannedSpeed(

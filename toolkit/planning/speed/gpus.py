@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from toolkit.errors import UsageError
+from toolkit.files import read_settings
 from toolkit.jobs.terms import Interval
 from toolkit.planning.job import GPUS_PER_NODE, MOST_GPUS_PER_NODE
 
@@ -237,14 +238,7 @@ _NUMBERS = {
 
 MOST_NETWORK_GBPS = 1e6
 
-_TEXTS = (
-    "source",
-    "memory_source",
-    "matmul_source",
-    "network_source",
-    "node_source",
-    "dollars_date",
-)
+_TEXTS = ("dollars_date", *(f.name for f in fields(Gpu) if f.name.endswith("source")))
 _LISTS = ("aliases", "unchecked")
 
 
@@ -254,7 +248,7 @@ def read_gpus(file: Path) -> dict[str, Gpu]:
     Raises:
         UsageError: the file can't be read, or an entry is broken; names file, key and value.
     """
-    contents = _parse(file)
+    contents = read_settings(file, "The GPU file")
     if isinstance(contents, dict):
         mapping = cast("dict[str, Any]", contents)
         contents = mapping.get("gpus", [mapping])
@@ -265,26 +259,6 @@ def read_gpus(file: Path) -> dict[str, Gpu]:
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"{file} has two GPUs called {twice!r}: rename one of them.")
     return {entry.name: entry for entry in gpus}
-
-
-def _parse(file: Path) -> object:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UsageError(f"Can't read the GPU file {file}: {reason}.") from None
-    if file.suffix.lower() not in (".yaml", ".yml"):
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{file} is no JSON: {error}.") from None
-    import yaml
-
-    try:
-        return cast("object", yaml.safe_load(text))
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        problem = " ".join(str(error).split())
-        raise UsageError(f"{file} is no YAML: {problem}.") from None
 
 
 def _entry(entry: object, file: Path) -> Gpu:
@@ -310,7 +284,7 @@ def _entry(entry: object, file: Path) -> Gpu:
             missing.append("bf16_tflops, which is due from compute capability 8.0,")
     if missing:
         verb = "is" if len(missing) == 1 else "are"
-        raise UsageError(f"{where}: {' and '.join(missing)} {verb} missing. An entry: {EXAMPLE}")
+        raise UsageError(f"{where}: {', '.join(missing)} {verb} missing. An entry: {EXAMPLE}")
 
     def check(key: str, expected: str, fits: Callable[[Any], object]) -> Any:
         value = values.get(key)

@@ -1,8 +1,8 @@
 """Collectives of one rank in one optimizer step, to the byte, and what a change of them costs.
 
 What each backend sends was read in, and counted at the c10d calls of two and four gloo processes
-with, torch 2.15, accelerate 1.15, transformers 5.23 and deepspeed 0.19.8; what the textbook says
-stands beside it in `textbook`.
+with, torch 2.15, accelerate 1.15, transformers 5.23 and deepspeed 0.19.8; `textbook`
+of a backend is what the papers say.
 
 Not counted, being bookkeeping of some bytes: DDP's broadcast of buffers (the rotary frequencies),
 the Trainer's count of tokens, the loss that is logged.
@@ -10,10 +10,8 @@ the Trainer's count of tokens, the loss that is logged.
 
 from __future__ import annotations
 
-from toolkit.backends import backend_of
 from toolkit.jobs.terms import GIB, Collective
 from toolkit.planning.job import PlannedJob
-from toolkit.strategies import Strategy
 
 
 def collectives(
@@ -47,15 +45,3 @@ def cost_of_sync(job: PlannedJob) -> str:
     if job.backend.steps_on_cpu:
         costs.append(f"gradients are copied to the host {times}")
     return "; ".join(costs)
-
-
-def textbook(strategy: Strategy, *, trained: int, everything: int, ranks: int) -> int:
-    """Return the elements that the papers have a rank send in a step of one micro-batch, N large.
-
-    2 psi for data parallelism and ZeRO-1/2, 3 psi where parameters are sharded and gathered twice
-    (ZeRO, arXiv 1910.02054, section 7), 2 psi where they stay gathered; times the element's size
-    and (N - 1) / N. A parameter server sends psi to each of N - 1 workers. Frozen parameters are
-    gathered and have no gradients: `trained` are the elements that have some, `everything` is all
-    of them.
-    """
-    return backend_of(strategy).textbook(trained=trained, everything=everything, ranks=ranks)

@@ -134,7 +134,7 @@ def collectives(results: Results, *, of_states: bool) -> Section | None:
 def difference_in_words(row: Row) -> str:
     """Return `equal`, or by how much a run differs from the papers and the cause.
 
-    The papers' volume is `planning.speed.traffic.textbook`: 2 psi for data parallelism and
+    The papers' volume is `textbook` of a backend: 2 psi for data parallelism and
     ZeRO-1/2, 3 psi where parameters are sharded, for a step of one micro-batch, without norms,
     buffers and counts. The modules of `backends` tell how libraries deviate; that is given as a
     cause only where the counted bytes show it.
