@@ -517,7 +517,7 @@ def pools_of(job: PlannedJob, terms: Sequence[Term]) -> Pools:
     logits = most([term for term in rest if term.category == "logits"])
     by_phase = sums_by_phase(term for term in rest if not term.communicated)
     before = max(by_phase[phase].high for phase in RUNNING)
-    alone = job.gpus == 1 and not job.strategy.offloads
+    alone = job.gpus == 1 and not job.backend.steps_on_cpu
     return Pools(
         staying=Interval.total(term.bytes for term in on_gpu if term.phases == PHASES),
         moving=moving,

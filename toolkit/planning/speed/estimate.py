@@ -282,7 +282,7 @@ def estimate_speed(
     notes = [_assumption(gpu)] if assumed else []
     if job.compile:
         notes.append(COMPILED if job.compiles else NOT_COMPILED)
-    if job.model.experts and job.strategy.shards_parameters:
+    if job.model.experts and job.backend.gathers():
         notes.append(
             "Every GPU gathers all experts of a layer. Expert parallelism would leave each on one "
             "GPU and send it its tokens, which pays most between nodes: the toolkit has none."
