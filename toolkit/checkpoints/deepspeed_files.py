@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
-
-import torch
 
 from toolkit.checkpoints.portable_files import state_key
 from toolkit.checkpoints.stored import (
@@ -22,7 +21,6 @@ from toolkit.checkpoints.stored import (
     load_plain,
     name_in_model,
     scalar,
-    stored,
 )
 from toolkit.errors import UsageError
 
@@ -70,13 +68,13 @@ def read_deepspeed(folder: Path) -> Contents:
     elif optimizers := _by_rank(folder.glob(OPTIMIZER)):
         contents = _partitioned(folder, models, first, optimizers)
     else:
-        weights = {n: stored(t) for n, t in first["module"].items() if t.numel()}
+        weights = {n: t for n, t in first["module"].items() if t.elements}
         contents = Contents(folder=folder, library="DeepSpeed", strategy="zero0", weights=weights)
         contents.missing.append(f"{folder} has no *_optim_states.pt: no states of the optimizer")
     contents.step = first.get("global_steps")
     contents.ranks = first.get("dp_world_size")
     for name in first.get("buffer_names") or ():
-        contents.weights[name] = stored(first["module"][name])
+        contents.weights[name] = first["module"][name]
     if isinstance(scheduler := first.get("lr_scheduler"), dict):
         contents.scheduler = scheduler
     contents.weights = {name_in_model(n): t for n, t in contents.weights.items()}
@@ -152,7 +150,7 @@ def _join_stages_1_2(
             begin = place + elements + padding
 
             def part(
-                flats: Sequence[torch.Tensor],
+                flats: Sequence[Stored],
                 shape: tuple[int, ...] = tuple(shape),
                 place: int = place,
                 elements: int = elements,
@@ -163,13 +161,13 @@ def _join_stages_1_2(
             _add(contents, name, part, masters, states)
 
 
-def _pieces(flats: Sequence[torch.Tensor], place: int, elements: int) -> Iterator[torch.Tensor]:
+def _pieces(flats: Sequence[Stored], place: int, elements: int) -> Iterator[Stored]:
     """Yield the parts of partitions that lie one behind the other, from an element on."""
     for flat in flats:
-        begin, end = max(place, 0), min(place + elements, len(flat))
+        begin, end = max(place, 0), min(place + elements, flat.elements)
         if begin < end:
-            yield flat[begin:end]
-        place -= len(flat)
+            yield flat.part(begin, end - begin)
+        place -= flat.elements
 
 
 def _join_stage_3(
@@ -179,7 +177,7 @@ def _join_stage_3(
     files: list[Path],
 ) -> None:
     """Join parameters each of which was cut into one partition a rank."""
-    of_ranks = [[len(flat) for flat in held["fp32_flat_groups"]] for held in of_rank]
+    of_ranks = [[flat.elements for flat in held["fp32_flat_groups"]] for held in of_rank]
     sizes, begin, group = of_ranks[0], 0, 0
     needed = sum(-(-math.prod(s) // len(of_rank)) for names in shapes for s in names.values())
     for file, held in zip(files, of_ranks, strict=True):
@@ -196,12 +194,12 @@ def _join_stage_3(
             )
 
         def part(
-            flats: Sequence[torch.Tensor],
+            flats: Sequence[Stored],
             shape: tuple[int, ...] = tuple(shape),
             place: int = begin,
             length: int = length,
         ) -> Stored:
-            pieces = [flat[place : place + length] for flat in flats]
+            pieces = [flat.part(place, length) for flat in flats]
             return _joined(pieces, shape, files[0])
 
         masters = [held["fp32_flat_groups"][group] for held in of_rank]
@@ -215,24 +213,23 @@ def _add(
 ) -> None:
     contents.weights[name] = part(masters)
     for state, value in states[0].items():
-        is_flat = isinstance(value, torch.Tensor) and value.dim() > 0
+        is_flat = isinstance(value, Stored) and value.shape
         held = part([of_rank[state] for of_rank in states]) if is_flat else scalar(value)
         contents.states[state_key(name_in_model(name), state)] = held
 
 
 def _joined(
-    pieces: Sequence[torch.Tensor], shape: tuple[int, ...], file: Path, *, exact: bool = False
+    pieces: Sequence[Stored], shape: tuple[int, ...], file: Path, *, exact: bool = False
 ) -> Stored:
     """Return a parameter whose elements are those of the pieces; the last may be padded."""
-    elements, held = math.prod(shape), sum(len(piece.view(-1)) for piece in pieces)
+    elements, held = math.prod(shape), sum(piece.elements for piece in pieces)
     if held < elements or (exact and held != elements):
         raise _mixed(file, held, elements)
-
-    def read() -> torch.Tensor:
-        flat = torch.cat([piece.view(-1) for piece in pieces]) if len(pieces) > 1 else pieces[0]
-        return flat.view(-1)[:elements].view(shape)
-
-    return Stored(shape, pieces[0].dtype if pieces else torch.float32, read)
+    if len(pieces) == 1 and pieces[0].shape == shape:
+        return pieces[0]
+    dtype = pieces[0].dtype if pieces else "float32"
+    whole = Stored((held,), dtype, tuple(span for piece in pieces for span in piece.spans))
+    return replace(whole.part(0, elements), shape=shape)
 
 
 def _mixed(file: Path, held: int, needed: int) -> NotWhole:
@@ -262,6 +259,6 @@ def _universal(folder: Path, shapes: list[dict[str, Any]], file: Path) -> Conten
 def _of_universal(file: Path, shape: tuple[int, ...]) -> Stored:
     held = load_plain(file)
     value = held["param"] if isinstance(held, dict) else held
-    if not isinstance(value, torch.Tensor) or not value.dim():
+    if not isinstance(value, Stored) or not value.shape:
         return scalar(value)
     return _joined([value], shape, file, exact=True)
