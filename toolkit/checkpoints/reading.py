@@ -25,9 +25,10 @@ from toolkit.checkpoints.torch_files import (
     add_named_shards,
     add_optimizer,
     read_shards_of,
+    read_stages,
     whole_weights,
 )
-from toolkit.engines.names import LIST, SHARDS
+from toolkit.engines.names import LIST, SHARDS, STAGE
 from toolkit.errors import UsageError
 from toolkit.records.json_files import read_as
 from toolkit.records.manifests import MANIFEST
@@ -124,6 +125,8 @@ def _of_toolkit(folder: Path, manifest: dict[str, Any], model: Path | None) -> C
         held = read_deepspeed(place)
         contents.weights, contents.states, contents.groups = held.weights, held.states, held.groups
         contents.missing, contents.loss_scale = held.missing, held.loss_scale
+    elif stages := sorted(folder.glob(f"{STAGE}-*"), key=lambda file: (len(file.name), file.name)):
+        read_stages(contents, stages)
     elif (weights := whole_weights(folder)) is not None:
         contents.weights = weights
         add_optimizer(contents, folder / "optimizer.pt", model)
@@ -146,8 +149,9 @@ def _of_toolkit(folder: Path, manifest: dict[str, Any], model: Path | None) -> C
 def _read_rank(contents: Contents, file: Path) -> None:
     states = load_plain(file)
     contents.scheduler = states["scheduler"]
-    for group, rate in zip(contents.groups, states["learning_rates"], strict=False):
-        group["lr"] = rate
+    if not any(contents.folder.glob(f"{STAGE}-*")):  # ranks of a pipeline have groups of their own
+        for group, rate in zip(contents.groups, states["learning_rates"], strict=False):
+            group["lr"] = rate
     if (scaler := states["scaler"]) is not None:
         contents.loss_scale = _scale_of(scaler)
     if states["swapped"] is not None:

@@ -23,7 +23,7 @@ from toolkit.checkpoints.stored import (
     read_safetensors,
     scalar,
 )
-from toolkit.engines.names import LIST, MASTER
+from toolkit.engines.names import LIST, MASTER, STAGE, TENSOR_RANKS
 from toolkit.errors import UsageError, sentence_of
 
 LOADED: Final = (
@@ -107,7 +107,10 @@ def read_shards_of(folder: Path) -> tuple[dict[tuple[Any, ...], Any], int]:
                 f"{file} is cut off: it has {file.stat().st_size:,} of {size:,} bytes. Take "
                 "another checkpoint."
             )
-    places = {(index.fqn, tuple(index.offset or ())): p for index, p in listed.storage_data.items()}
+    places = {
+        (index.fqn, tuple(vars(index).get("offset") or ())): p
+        for index, p in listed.storage_data.items()
+    }
     values: dict[tuple[Any, ...], Any] = {}
     for name, facts in listed.state_dict_metadata.items():
         path = tuple((listed.planner_data or {}).get(name, (name,)))
@@ -119,16 +122,27 @@ def read_shards_of(folder: Path) -> tuple[dict[tuple[Any, ...], Any], int]:
 
 
 def _of_chunks(folder: Path, name: str, facts: Any, places: dict[Any, Any]) -> Stored:
-    shape, dtype = tuple(facts.size), facts.properties.values[0]
-    runs: list[tuple[int, Stored]] = []
+    parts: list[tuple[Sequence[int], Stored]] = []
     for chunk in facts.chunks:
         part: Stored = _loaded(folder, places[name, tuple(chunk.offsets)])
         if part.shape != tuple(chunk.sizes):
             raise NotWhole(f"{folder / LIST} gives {name} another shape. Copy the folder anew.")
-        runs += [(at, part.part(b, n)) for at, b, n in _runs(shape, chunk.offsets, part.shape)]
+        parts.append((chunk.offsets, part))
+    return _joined(tuple(facts.size), facts.properties.values[0], parts, f"{folder / LIST}: {name}")
+
+
+def _joined(
+    shape: tuple[int, ...], dtype: str, parts: Sequence[tuple[Sequence[int], Stored]], what: str
+) -> Stored:
+    """Return a tensor of parts, each with the place of its first element."""
+    runs = [
+        (at, part.part(begin, length))
+        for offsets, part in parts
+        for at, begin, length in _runs(shape, offsets, part.shape)
+    ]
     runs.sort(key=lambda run: run[0])
     if sum(part.elements for _, part in runs) != math.prod(shape):
-        raise NotWhole(f"{folder / LIST} lists a part of {name} alone. Copy the folder anew.")
+        raise NotWhole(f"{what} is there in part alone. Copy the whole checkpoint.")
     return Stored(shape, dtype, tuple(span for _, part in runs for span in part.spans))
 
 
@@ -168,6 +182,60 @@ def add_named_shards(contents: Contents, values: dict[tuple[Any, ...], Any]) -> 
                 pass
     ordered = [groups[number] for number in sorted(groups)]
     add_groups(contents, (group["params"] for group in ordered), ordered)
+
+
+# Pipelines
+
+
+def read_stages(contents: Contents, files: Sequence[Path]) -> None:
+    """Join what ranks of a pipeline wrote: layers of their stages, or parts of their matrices.
+
+    Args:
+        contents: To be filled.
+        files: Of weights, beside those of optimizers, in the order of the ranks.
+
+    Raises:
+        UsageError: a file is damaged, or of an older toolkit.
+    """
+    ranks, groups = 1, dict[tuple[float, float | None, float], dict[str, None]]()
+    weights, states = dict[str, list[Stored]](), dict[str, list[Stored]]()
+    cuts: dict[str, int] = {}
+    for file in files:
+        tensors, described = read_safetensors(file)
+        if TENSOR_RANKS not in described:
+            raise UsageError(
+                f"{file} is of a toolkit that did not write yet what joins the stages. Resume it "
+                "as it was launched, and save with --checkpoint_form portable."
+            )
+        ranks = int(described[TENSOR_RANKS])
+        for name, tensor in tensors.items():
+            weights.setdefault(name, []).append(tensor)
+        cuts |= {name: int(described[name]) for name in tensors.keys() & described.keys()}
+        held = load_plain(file.with_name(file.stem.replace(STAGE, "optimizer") + ".pt"))
+        for group in held["param_groups"]:
+            rates = float(group["lr"]), group.get("initial_lr"), group["weight_decay"]
+            groups.setdefault(rates, {}).update(dict.fromkeys(group["param_names"]))
+            for number, name in zip(group["params"], group["param_names"], strict=True):
+                for state, value in held["state"].get(number, {}).items():
+                    key = state_key(name, state)
+                    states.setdefault(key, []).append(scalar(value))
+                    cuts |= {key: cuts[name]} if name in cuts else {}
+    for whole, parts in ((contents.weights, weights), (contents.states, states)):
+        whole |= {key: _along(cuts.get(key), found[:ranks], key) for key, found in parts.items()}
+    rates = [{"lr": lr, "initial_lr": first} for lr, first, _ in groups]
+    add_groups(contents, groups.values(), rates)
+
+
+def _along(dim: int | None, parts: Sequence[Stored], what: str) -> Stored:
+    """Return the tensor whose parts lie one after the other along a dimension."""
+    first = parts[0]
+    if dim is None or not first.shape:  # each rank has all of it
+        return first
+    lengths = [part.shape[dim] for part in parts]
+    begins = itertools.accumulate(lengths, initial=0)
+    offsets = [(0,) * dim + (begin,) + (0,) * len(first.shape[dim + 1 :]) for begin in begins]
+    shape = (*first.shape[:dim], sum(lengths), *first.shape[dim + 1 :])
+    return _joined(shape, first.dtype, [*zip(offsets, parts, strict=False)], what)
 
 
 # Optimizers

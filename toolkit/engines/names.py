@@ -10,6 +10,12 @@ SHARDS: Final = "sharded"
 LIST: Final = ".metadata"
 """File in which `torch.distributed.checkpoint` lists its shards."""
 
+STAGE: Final = "stage"
+"""Begin of the names of files with a pipeline's weights: one of each rank that has others."""
+
+TENSOR_RANKS: Final = "ranks that share a matrix"
+"""Key in their metadata, beside names of weights with the dimension in which each is cut."""
+
 GETATTR: Final = ("builtins", "getattr")
 """What Python 3.11.2 pickles the member of an enum as a call of; 3.11.7 calls the enum."""
 

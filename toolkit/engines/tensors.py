@@ -126,6 +126,12 @@ def shard_of(tensor: Any) -> tuple[int, ...]:
     return tuple(at for at, held in split if not held.is_replicate())
 
 
+def split_dim(tensor: Any) -> int | None:
+    """Return the dimension in which a tensor is cut along a mesh of one dimension; None: whole."""
+    placements: Any = tensor.placements if isinstance(tensor, DTensor) else ()
+    return next((held.dim for held in placements if held.is_shard()), None)
+
+
 def is_spread_type(kind: type) -> bool:
     """Whether tensors of a type are spread over the ranks."""
     return issubclass(kind, DTensor)
