@@ -18,6 +18,7 @@ CASES = {
     "fsdp": ("fsdp", "loop"),
     "ddp-lora": ("ddp", "loop", "--method", "lora"),
     "zero2-lora": ("zero2", "loop", "--method", "lora"),
+    "zero3_nvme": ("zero3_nvme", "loop"),
     "pipeline": ("pipeline", "loop", "--strategy", "pipeline"),
     "three_d": ("three_d", "loop", "--strategy", "three_d"),
 }

@@ -16,8 +16,10 @@ from toolkit.checkpoints.portable_files import state_key
 from toolkit.checkpoints.stored import (
     Contents,
     NotWhole,
+    Span,
     Stored,
     add_groups,
+    damage_named,
     load_plain,
     name_in_model,
     scalar,
@@ -27,6 +29,7 @@ from toolkit.errors import UsageError
 MODEL: Final = "*mp_rank_00_model_states.pt"
 OPTIMIZER: Final = "*_optim_states.pt"
 UNIVERSAL: Final = "zero"
+SWAPPED: Final = "offloaded_tensors"
 
 
 def deepspeed_folder(folder: Path) -> Path | None:
@@ -47,8 +50,12 @@ def deepspeed_folder(folder: Path) -> Path | None:
     return inside[-1] if inside else None
 
 
-def read_deepspeed(folder: Path) -> Contents:
+def read_deepspeed(folder: Path, swapped: Sequence[dict[str, Any]] = ()) -> Contents:
     """Return what a folder with DeepSpeed's files holds.
+
+    Args:
+        folder: As `deepspeed_folder` returns it.
+        swapped: What the toolkit has saved of each rank beside copies of files on NVMe.
 
     Raises:
         UsageError: a rank's file is missing or damaged, or the ranks shared the model.
@@ -66,7 +73,7 @@ def read_deepspeed(folder: Path) -> Contents:
         file = folder / UNIVERSAL / "optimizer_state.pt"
         contents = _universal(folder, first["param_shapes"], file)
     elif optimizers := _by_rank(folder.glob(OPTIMIZER)):
-        contents = _partitioned(folder, models, first, optimizers)
+        contents = _partitioned(folder, models, first, optimizers, swapped)
     else:
         weights = {n: t for n, t in first["module"].items() if t.elements}
         contents = Contents(folder=folder, library="DeepSpeed", strategy="zero0", weights=weights)
@@ -86,9 +93,20 @@ def _by_rank(files: Iterator[Path]) -> list[Path]:
 
 
 def _partitioned(
-    folder: Path, models: list[Path], first: dict[str, Any], optimizers: list[Path]
+    folder: Path,
+    models: list[Path],
+    first: dict[str, Any],
+    optimizers: list[Path],
+    swapped: Sequence[dict[str, Any]],
 ) -> Contents:
     of_rank = [load_plain(file)["optimizer_state_dict"] for file in optimizers]
+    if (folder / SWAPPED).is_dir() and not swapped:
+        raise UsageError(
+            f"{folder / SWAPPED} has states that lay on NVMe, and DeepSpeed does not write which "
+            "parameters they are of. Let the training that wrote it save the whole model."
+        )
+    for rank, (held, beside) in enumerate(zip(of_rank, swapped, strict=False)):
+        _put_back(held, beside["groups"], folder / SWAPPED / f"rank{rank:02}")
     stage, ranks = int(of_rank[0].get("zero_stage", 1)), of_rank[0]["partition_count"]
     ranks = max(ranks) if isinstance(ranks, list) else int(ranks)
     _require_ranks(optimizers, ranks)
@@ -115,6 +133,27 @@ def _partitioned(
         since = (scaler["cur_iter"] - scaler["last_overflow_iter"] - 1) % scaler["scale_window"]
         contents.loss_scale = {"scale": scaler["cur_scale"], "steps_since_change": since}
     return contents
+
+
+def _put_back(held: dict[str, Any], groups: list[dict[str, Any]], folder: Path) -> None:
+    """Put the states of one rank that lay on NVMe where they stand in other checkpoints."""
+
+    def swapped(group: dict[str, Any], prefix: str = "") -> Stored:
+        file = folder / f"{prefix}{group['id']}.tensor.swp"
+        with damage_named(file):
+            size = file.stat().st_size
+        elements: int = group.get("elements", size // 4)
+        if size < 4 * elements:
+            raise _mixed(file, size // 4, elements)
+        return Stored((elements,), "float32", (Span(file, 0, 4 * elements),))
+
+    held["fp32_flat_groups"] = [
+        swapped(group) if group["flat"] is None else group["flat"] for group in groups
+    ]
+    held["optimizer_state_dict"]["state"] = {
+        number: group["state"] | {name: swapped(group, f"{name}-") for name in group["in_files"]}
+        for number, group in enumerate(groups)
+    }
 
 
 def _require_ranks(files: list[Path], ranks: int) -> None:

@@ -116,13 +116,15 @@ def _of_toolkit(folder: Path, manifest: dict[str, Any], model: Path | None) -> C
     contents = Contents(
         folder=folder, library="toolkit", strategy=strategy, weights={}, manifest=manifest
     )
+    files = sorted(folder.glob("rank-*.pt"), key=lambda file: (len(file.name), file.name))
+    swapped = [states for file in files if (states := load_plain(file)["swapped"]) is not None]
     if manifest.get("form") == PORTABLE:
         _read_portable(contents, folder / PORTABLE)
     elif (folder / SHARDS / LIST).is_file():
         values, _ = read_shards_of(folder / SHARDS)
         add_named_shards(contents, values)
     elif (place := deepspeed_folder(folder)) is not None:
-        held = read_deepspeed(place)
+        held = read_deepspeed(place, swapped)
         contents.weights, contents.states, contents.groups = held.weights, held.states, held.groups
         contents.missing, contents.loss_scale = held.missing, held.loss_scale
     elif stages := sorted(folder.glob(f"{STAGE}-*"), key=lambda file: (len(file.name), file.name)):
@@ -136,7 +138,6 @@ def _of_toolkit(folder: Path, manifest: dict[str, Any], model: Path | None) -> C
             f"{strategy} and use the model in its final/."
         )
     contents.step = manifest["step"]
-    files = sorted(folder.glob("rank-*.pt"))
     contents.ranks = contents.ranks or len(files) or None
     if files:
         _read_rank(contents, files[0])
@@ -154,9 +155,6 @@ def _read_rank(contents: Contents, file: Path) -> None:
             group["lr"] = rate
     if (scaler := states["scaler"]) is not None:
         contents.loss_scale = _scale_of(scaler)
-    if states["swapped"] is not None:
-        contents.states.clear()
-        contents.missing.append(f"{file} has states that lay on NVMe, which are not read yet")
 
 
 def _scale_of(scaler: dict[str, Any]) -> dict[str, float]:
