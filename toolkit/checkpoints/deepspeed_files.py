@@ -125,8 +125,8 @@ def _partitioned(
         _join_stages_1_2(contents, shapes, of_rank, optimizers)
         frozen = [first["frozen_param_fragments"]]
     for name, shape in (first.get("frozen_param_shapes") or {}).items():
-        parts = [fragments[name] for fragments in frozen]
-        contents.weights[name] = _joined(parts, tuple(shape), optimizers[0])
+        parts = _joined([fragments[name] for fragments in frozen])
+        contents.weights[name] = _shaped(parts, shape, optimizers[0])
     add_groups(contents, shapes, inner["param_groups"])
     scaler = vars(of_rank[0]["loss_scaler"]) if "loss_scaler" in of_rank[0] else {}
     if "scale_window" in scaler:
@@ -185,28 +185,12 @@ def _join_stages_1_2(
         masters = [held["single_partition_of_fp32_groups"][number] for held in of_rank]
         states = [held["base_optimizer_state"]["state"].get(number, {}) for held in of_rank]
         for (name, shape), padding in zip(of_group.items(), between, strict=True):
-            elements, place = math.prod(shape), begin
-            begin = place + elements + padding
 
-            def part(
-                flats: Sequence[Stored],
-                shape: tuple[int, ...] = tuple(shape),
-                place: int = place,
-                elements: int = elements,
-            ) -> Stored:
-                pieces = [*_pieces(flats, place, elements)]
-                return _joined(pieces, shape, files[0], exact=True)
+            def cut(flats: Sequence[Stored], place: int = begin, shape: Any = shape) -> Stored:
+                return _shaped(_joined(flats), shape, files[0], place)
 
-            _add(contents, name, part, masters, states)
-
-
-def _pieces(flats: Sequence[Stored], place: int, elements: int) -> Iterator[Stored]:
-    """Yield the parts of partitions that lie one behind the other, from an element on."""
-    for flat in flats:
-        begin, end = max(place, 0), min(place + elements, flat.elements)
-        if begin < end:
-            yield flat.part(begin, end - begin)
-        place -= flat.elements
+            _add(contents, name, cut, masters, states)
+            begin += math.prod(shape) + padding
 
 
 def _join_stage_3(
@@ -232,43 +216,39 @@ def _join_stage_3(
                 "DeepSpeed's ds_to_universal.py."
             )
 
-        def part(
-            flats: Sequence[Stored],
-            shape: tuple[int, ...] = tuple(shape),
-            place: int = begin,
-            length: int = length,
+        def cut(
+            flats: Sequence[Stored], place: int = begin, length: int = length, shape: Any = shape
         ) -> Stored:
-            pieces = [flat.part(place, length) for flat in flats]
-            return _joined(pieces, shape, files[0])
+            return _shaped(_joined([flat.part(place, length) for flat in flats]), shape, files[0])
 
         masters = [held["fp32_flat_groups"][group] for held in of_rank]
         states = [held["optimizer_state_dict"]["state"].get(group, {}) for held in of_rank]
-        _add(contents, name, part, masters, states)
+        _add(contents, name, cut, masters, states)
         begin += length
 
 
 def _add(
-    contents: Contents, name: str, part: Any, masters: list[Any], states: list[dict[str, Any]]
+    contents: Contents, name: str, cut: Any, masters: list[Any], states: list[dict[str, Any]]
 ) -> None:
-    contents.weights[name] = part(masters)
+    contents.weights[name] = cut(masters)
     for state, value in states[0].items():
         is_flat = isinstance(value, Stored) and value.shape
-        held = part([of_rank[state] for of_rank in states]) if is_flat else scalar(value)
+        held = cut([of_rank[state] for of_rank in states]) if is_flat else scalar(value)
         contents.states[state_key(name_in_model(name), state)] = held
 
 
-def _joined(
-    pieces: Sequence[Stored], shape: tuple[int, ...], file: Path, *, exact: bool = False
-) -> Stored:
-    """Return a parameter whose elements are those of the pieces; the last may be padded."""
-    elements, held = math.prod(shape), sum(piece.elements for piece in pieces)
-    if held < elements or (exact and held != elements):
-        raise _mixed(file, held, elements)
-    if len(pieces) == 1 and pieces[0].shape == shape:
-        return pieces[0]
-    dtype = pieces[0].dtype if pieces else "float32"
-    whole = Stored((held,), dtype, tuple(span for piece in pieces for span in piece.spans))
-    return replace(whole.part(0, elements), shape=shape)
+def _joined(flats: Sequence[Stored]) -> Stored:
+    """Return flat tensors one behind the other."""
+    spans = tuple(span for flat in flats for span in flat.spans)
+    return Stored((sum(flat.elements for flat in flats),), flats[0].dtype, spans)
+
+
+def _shaped(flat: Stored, shape: Sequence[int], file: Path, place: int = 0) -> Stored:
+    """Return a parameter whose elements stand in a flat tensor, of which padding may follow."""
+    elements = math.prod(shape)
+    if flat.elements < place + elements:
+        raise _mixed(file, flat.elements, place + elements)
+    return replace(flat.part(place, elements), shape=tuple(shape))
 
 
 def _mixed(file: Path, held: int, needed: int) -> NotWhole:
@@ -300,4 +280,6 @@ def _of_universal(file: Path, shape: tuple[int, ...]) -> Stored:
     value = held["param"] if isinstance(held, dict) else held
     if not isinstance(value, Stored) or not value.shape:
         return scalar(value)
-    return _joined([value], shape, file, exact=True)
+    if value.elements != math.prod(shape):
+        raise _mixed(file, value.elements, math.prod(shape))
+    return replace(value, shape=shape)

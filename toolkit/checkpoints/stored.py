@@ -99,7 +99,7 @@ class Stored:
     def part(self, begin: int, elements: int) -> Stored:
         """Return elements that follow each other, as a flat tensor."""
         if self.strides is not None:
-            raise ValueError("A tensor that is turned has no parts.")
+            raise UsageError("A tensor whose elements do not lie in their order has no parts.")
         size, spans = DTYPES[self.dtype].size, list[Span]()
         skipped, left = begin * size, elements * size
         for span in self.spans:
