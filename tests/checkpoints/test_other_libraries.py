@@ -84,12 +84,18 @@ def test_a_portable_checkpoint_of_it_holds_the_same(saved, tmp_path, kind):
     assert verify(made, saved / kind)["ok"]
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("zero3", None), ("fsdp_full", "bfloat16")])
-def test_a_model_of_it_is_loaded_by_transformers(saved, tmp_path, kind, dtype):
-    odd_gpt2().config.save_pretrained(tmp_path / "base")
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("zero3", None), ("fsdp_full", "bfloat16"), ("fsdp_sharded", None), ("zero2", "float16")],
+)
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_a_model_of_it_is_loaded_by_transformers(saved, tmp_path, kind, dtype, has_weights):
+    """Copied by its bytes where the base has weights, and matched by transformers elsewhere."""
+    base = odd_gpt2()
+    (base if has_weights else base.config).save_pretrained(tmp_path / "base")
     merge(saved / kind, tmp_path / "model", base=tmp_path / "base", dtype=dtype)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
-    wanted = torch.float32 if dtype is None else torch.bfloat16
+    wanted = getattr(torch, dtype or "float32")
     expected = torch.load(saved / f"{kind}.pt")
     for name, parameter in model.named_parameters():
         assert parameter.dtype == wanted

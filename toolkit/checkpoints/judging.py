@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.portable_files import PORTABLE, parameter_and_state
-from toolkit.checkpoints.reading import elements, read_folder
+from toolkit.checkpoints.reading import read_folder
 from toolkit.checkpoints.stored import Contents, NotWhole, Stored
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def show(folder: Path, *, base: Path | None = None) -> dict[str, Any]:
         "step": contents.step,
         "holds": "adapter" if contents.is_adapter else "full model",
         "weights": len(contents.weights),
-        "parameters": elements(contents.weights),
+        "parameters": sum(tensor.elements for tensor in contents.weights.values()),
         "dtypes": dict(dtypes),
         "optimizer_states": dict(states),
         "groups": [

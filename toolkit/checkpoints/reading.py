@@ -22,6 +22,7 @@ from toolkit.checkpoints.portable_files import (
 )
 from toolkit.checkpoints.stored import Contents, Stored, damage_named, load_plain, read_parts
 from toolkit.checkpoints.torch_files import (
+    LOADED,
     add_named_shards,
     add_optimizer,
     read_shards_of,
@@ -64,27 +65,33 @@ def read_folder(folder: Path, *, base: Path | None = None) -> Contents:
             contents.manifest = manifest
             contents.strategy = str(manifest.get("strategy", contents.strategy))
             contents.step = manifest.get("step")
-    _drop_second_names(contents)
+    _drop_second_names(contents, model)
     if not contents.weights:
         raise UsageError(f"{folder} holds no weights. Name the folder of a whole checkpoint.")
     return contents
 
 
-def _drop_second_names(contents: Contents) -> None:
-    """Drop a tied head, which the model and its optimizer have by the name of the embeddings."""
+def _drop_second_names(contents: Contents, model: Path | None) -> None:
+    """Drop a tied head, which the model and its optimizer have by the name of the embeddings.
+
+    The file of the model that was trained does not have it either; where none is known, its bytes
+    are those of a weight that was trained.
+    """
     trained = {name for group in contents.groups for name in group["names"]}
     others = {*contents.weights} - trained
-    for name in others if trained and len(others) <= 2 else ():
+    if not trained or len(others) > 2 or contents.is_adapter:
+        return
+    held = None if model is None else whole_weights(model, LOADED)
+    for name in others if held is None else others - held.keys():
         tensor = contents.weights[name]
-        for other in trained & contents.weights.keys():
-            twin = contents.weights[other]
-            is_alike = (twin.shape, twin.dtype) == (tensor.shape, tensor.dtype)
-            if is_alike and len(twin.shape) > 1 and _has_same_bytes(twin, tensor):
-                del contents.weights[name]
-                break
+        twins = (contents.weights[other] for other in trained & contents.weights.keys())
+        if held is not None or any(_has_same_bytes(tensor, twin) for twin in twins):
+            del contents.weights[name]
 
 
 def _has_same_bytes(one: Stored, other: Stored) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype) or len(one.shape) < 2:
+        return False
     return one.spans == other.spans or b"".join(one.pieces()) == b"".join(other.pieces())
 
 
@@ -232,7 +239,3 @@ def _read_beside(contents: Contents) -> None:
     steps = [tensor for key, tensor in contents.states.items() if key.endswith(".step")]
     if contents.step is None and steps:
         contents.step = int(float(steps[0]))
-
-
-def elements(tensors: dict[str, Stored]) -> int:
-    return sum(tensor.elements for tensor in tensors.values())

@@ -172,8 +172,9 @@ def _write_model(
 def _as(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
     import torch
 
-    floats = dtype is not None and tensor.is_floating_point()
-    return tensor.to(getattr(torch, dtype)) if floats else tensor
+    if dtype is None or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(getattr(torch, dtype))
 
 
 def _bytes(tensor: Stored, dtype: str | None) -> int:
