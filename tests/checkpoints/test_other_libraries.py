@@ -182,7 +182,8 @@ def by_trainers(tmp_path_factory, launch):
     [("zero2", "zero2"), ("zero3", "zero3"), ("fsdp", "fsdp"), ("sharded", "fsdp")],
 )
 def test_a_stock_trainers_ranks_are_read(by_trainers, tmp_path, run, model):
-    """Sharded, the Trainer saves no whole model (transformers 5.24): the other run's is the same."""
+    """Sharded, the Trainer saves no whole model (transformers 5.24); that of the other run has the
+    same numbers."""
     folder = by_trainers / run / "checkpoint-2"
     whole = by_trainers / model / "saved"
     contents = read_folder(folder, base=whole)

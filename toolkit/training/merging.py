@@ -1,8 +1,8 @@
 """Weights of any checkpoint that can be read, as `from_pretrained` or peft loads them.
 
-Bytes are copied from file to file, and none of torch is imported, where the model's own folder has
-weights of the same names and shapes. Otherwise, and where adapters are merged or a family stores
-several weights as one, transformers matches them; then a file's weights are held in memory.
+Bytes are copied from file to file. Where the model's own folder has weights of the same names and
+shapes, nothing of torch is imported. Where adapters are merged, or a family stores several weights
+as one, transformers writes them, and a file's weights are held in memory.
 """
 
 from __future__ import annotations
@@ -111,12 +111,20 @@ def merge(
 
 
 def _has_same(model: Path, tensors: Mapping[str, Stored]) -> bool:
-    """Whether a folder that `from_pretrained` loads has weights of these names and shapes."""
-    shapes = [
-        {name: tensor.shape for name, tensor in weights.items()}
-        for weights in (whole_weights(model, LOADED) or {}, tensors)
-    ]
-    return shapes[0] == shapes[1]
+    """Whether weights have the names and shapes of those in the files of a model.
+
+    By the files in its folder, or by what transformers would write, if it has a config alone.
+    """
+    held: Any = whole_weights(model, LOADED)
+    if held is None:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        whole = skeleton(model)
+        weights = whole.state_dict().items()
+        held = {name: w for name, w in weights if name not in whole.all_tied_weights_keys}
+        held = revert_weight_conversion(whole, held)
+    shapes = ({name: tuple(t.shape) for name, t in each.items()} for each in (held, tensors))
+    return next(shapes) == next(shapes)
 
 
 def _copy_model(
