@@ -5,8 +5,8 @@
 Two ranks write a ZeRO-2, a ZeRO-3 and an FSDP2 checkpoint of a random Llama with the libraries
 themselves; then each tool makes a model of each in a process of its own, one after the other, and
 the tensors of both models are compared. Ours runs twice: beside a model with weights, and with the
-config alone, which transformers has to make a model of. RAM is the peak of the process, with and without the pages
-of files that are mapped, which the system takes back when it needs them.
+config alone, which transformers has to make a model of. RAM is the peak of the process, with and
+without the pages of files that are mapped, which the system takes back when it needs them.
 """
 
 import argparse

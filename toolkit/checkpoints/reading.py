@@ -79,13 +79,14 @@ def _drop_second_names(contents: Contents, model: Path | None) -> None:
     """
     trained = {name for group in contents.groups for name in group["names"]}
     others = {*contents.weights} - trained
-    if not trained or len(others) > 2 or contents.is_adapter:
+    if not trained or not others or len(others) > 2 or contents.is_adapter:
         return
-    held = None if model is None else whole_weights(model, LOADED)
-    for name in others if held is None else others - held.keys():
+    held = (None if model is None else whole_weights(model, LOADED)) or {}
+    is_known = trained <= held.keys()
+    for name in others - held.keys():
         tensor = contents.weights[name]
         twins = (contents.weights[other] for other in trained & contents.weights.keys())
-        if held is not None or any(_has_same_bytes(tensor, twin) for twin in twins):
+        if is_known or any(_has_same_bytes(tensor, twin) for twin in twins):
             del contents.weights[name]
 
 

@@ -14,7 +14,7 @@ import pickle
 import re
 import struct
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -301,8 +301,9 @@ _NAMES: Final[dict[str, Any]] = {
     **{f"torch.{kind.storage}": name for name, kind in DTYPES.items()},
     **{f"torch.{name}": name for name in DTYPES},
     **dict.fromkeys(("torch.device", "torch.serialization._get_layout"), str),
-    "collections.OrderedDict": OrderedDict,
-    "builtins.set": set,
+    **{f"collections.{kind.__name__}": kind for kind in (Counter, OrderedDict)},
+    **{f"builtins.{kind.__name__}": kind for kind in (bytearray, complex, set)},
+    "_codecs.encode": lambda text, _: text.encode("latin1"),  # bytes
     ".".join(GETATTR): _member,
     "torch.Size": tuple,
     "torch.Tensor": Record,

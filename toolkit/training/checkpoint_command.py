@@ -16,14 +16,13 @@ from toolkit.launching.ranks import quiet
 
 def run(verb: str, folder: Path, *, as_json: bool = False, **settings: Any) -> int:
     """Do what one verb asks for, and return the exit code."""
-    if settings.get("base") is not None and not Path(settings["base"], "config.json").is_file():
-        from toolkit.training.arguments import ModelArguments
-        from toolkit.training.model import resolve_model
+    if (base := settings.get("base")) is not None:
+        if not Path(base, "config.json").is_file():  # these take longer to import than most merges
+            from toolkit.training.arguments import ModelArguments
+            from toolkit.training.model import resolve_model
 
-        asked = ModelArguments(model_name_or_path=settings["base"])
-        settings["base"] = resolve_model(asked)
-    if "base" in settings:
-        settings["base"] = settings["base"] and Path(settings["base"])
+            base = resolve_model(ModelArguments(model_name_or_path=base))
+        settings["base"] = Path(base)
     if verb in ("convert", "merge"):
         write = convert
         if verb == "merge":

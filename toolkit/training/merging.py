@@ -142,8 +142,9 @@ def _copy_model(
     for tensor in tensors.values():
         dtypes[written_dtype(tensor, dtype)] += tensor.elements
     config = json.loads((model / "config.json").read_bytes())
-    config.pop("torch_dtype", None)
-    config["dtype"] = dtypes.most_common(1)[0][0]
+    config |= {"dtype": dtypes.most_common(1)[0][0]}
+    for name in ("torch_dtype", "quantization_config"):  # of the files that it stood beside
+        config.pop(name, None)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
