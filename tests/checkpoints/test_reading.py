@@ -182,6 +182,26 @@ def test_a_pickle_that_names_code_is_refused_by_the_name(by_trainer, tmp_path, c
     assert capsys.readouterr().out == ""
 
 
+def test_tensors_that_lie_in_any_way_come_back(tmp_path):
+    whole = torch.randn(6, 4)
+    tensors = {
+        "turned": whole.t(),
+        "part": whole[2:4],
+        "column": whole[:, 1],
+        "parameter": torch.nn.Parameter(whole[1]),
+        "half": whole.to(torch.bfloat16),
+        "count": torch.tensor(7),
+        "empty": torch.empty(0, 3),
+        "flags": whole > 0,
+        "small": whole.to(torch.float8_e4m3fn).view(torch.uint8),
+    }
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    assert_same(read_folder(tmp_path).weights, tensors)
+    torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    with pytest.raises(NotWhole, match=r"1\.6 or later did not write it"):
+        read_folder(tmp_path)
+
+
 def test_a_model_in_several_files_needs_each(tmp_path):
     model = tiny_llama()
     model.save_pretrained(tmp_path / "model", max_shard_size="20KB")

@@ -364,6 +364,9 @@ def load_plain(file: Path, begin: int = 0, length: int | None = None) -> Any:
         UsageError: it is damaged, or names code.
     """
     with damage_named(file), file.open("rb") as opened:
+        opened.seek(begin)
+        if opened.read(2) != b"PK":
+            raise ValueError("torch 1.6 or later did not write it: save it again with that.")
         end = 0 if length is None else begin + length  # of which 0 is the whole file
         with mmap.mmap(opened.fileno(), end, access=mmap.ACCESS_READ) as mapped:
             archive: Any = mapped
