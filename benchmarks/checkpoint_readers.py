@@ -4,19 +4,24 @@
 
 Two ranks write a ZeRO-2, a ZeRO-3 and an FSDP2 checkpoint of a random Llama with the libraries
 themselves; then each tool makes a model of each in a process of its own, one after the other, and
-the tensors of both models are compared. RAM is the peak of the process, with and without the pages
-of files that are mapped, which the system takes back when it needs them.
+the tensors of both models are compared. Ours runs twice: beside a model with weights, and with the
+config alone, which transformers has to make a model of. RAM is the peak of the process, with and
+without the pages of files that are mapped, which the system takes back when it needs them.
 """
 
 import argparse
 import json
 import os
+import resource
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import psutil
+
+KINDS = ("zero2", "zero3", "fsdp_sharded")
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "scripts"), str(ROOT / "tests" / "helpers")]
@@ -47,8 +52,8 @@ def write_checkpoints(arguments):
 
 
 def measured(command):
-    """Run a command; return its seconds, and the peaks of its RAM in MiB."""
-    begun = time.monotonic()
+    """Run a command; return its seconds, those of the CPU, and the peaks of its RAM in MiB."""
+    begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     process = subprocess.Popen(
         [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT
     )
@@ -63,8 +68,13 @@ def measured(command):
     said = process.communicate()[0].decode()
     if process.returncode:
         raise SystemExit(f"{command} ended with {process.returncode}:\n{said[-2000:]}")
-    seconds = time.monotonic() - begun
-    return {"seconds": seconds, "rss": whole >> 20, "without_mapped": own >> 20}
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {
+        "seconds": round(time.monotonic() - begun, 2),
+        "cpu_seconds": round(sum(after[:2]) - sum(before[:2]), 2),
+        "rss": whole >> 20,
+        "without_mapped": own >> 20,
+    }
 
 
 def is_same(ours, theirs):
@@ -83,6 +93,7 @@ def main():
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--kinds", nargs="+", default=KINDS, help="checkpoints to write and read")
     parser.add_argument("--write", help="only write the checkpoint of one kind")
     arguments = parser.parse_args()
     if arguments.write is not None:
@@ -91,7 +102,7 @@ def main():
     arguments.output.mkdir(parents=True, exist_ok=True)
     output = arguments.output.resolve()
     os.environ["PYTHONPATH"] = str(ROOT)
-    for kind in ("zero2", "zero3", "fsdp_sharded"):
+    for kind in arguments.kinds:
         subprocess.run([sys.executable, __file__, *sys.argv[1:], "--write", kind], check=True)
         (output / "store").unlink(missing_ok=True)
     accelerate = Path(sys.executable).with_name("accelerate")
@@ -104,15 +115,19 @@ def main():
     theirs["zero3"] += [output / "zero3-theirs", "--safe_serialization"]
     theirs["fsdp_sharded"] += [output / "fsdp_sharded" / "pytorch_model_fsdp_0"]
     theirs["fsdp_sharded"] += [output / "fsdp_sharded-theirs"]
+    config = output / "config"
+    config.mkdir(exist_ok=True)
+    shutil.copyfile(output / "model" / "config.json", config / "config.json")
     start = measured([sys.executable, "-c", "import torch, transformers, accelerate"])
     print(json.dumps({"cpus": os.cpu_count(), "load": os.getloadavg()[0], "imports": start}))
-    for kind, command in theirs.items():
+    for kind in arguments.kinds:
         made = output / f"{kind}-ours"
         ours = [sys.executable, "-m", "toolkit.cli", "checkpoint", "merge", output / kind]
         row = {
             "kind": kind,
-            "theirs": measured(command),
+            "theirs": measured(theirs[kind]),
             "ours": measured([*ours, "--output", made, "--base", output / "model"]),
+            "with_config_alone": measured([*ours, "--output", made, "--base", config]),
         }
         ratios = {key: round(row["ours"][key] / row["theirs"][key], 2) for key in row["ours"]}
         row |= {"ratios": ratios, "same": is_same(made, output / f"{kind}-theirs")}

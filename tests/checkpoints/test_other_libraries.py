@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from places import SCRIPTS
+from places import ROOT, SCRIPTS
+from safetensors.torch import load_file
 from small_models import odd_gpt2
 from transformers import AutoModelForCausalLM
 
@@ -19,6 +20,8 @@ from toolkit.checkpoints.stored import NotWhole
 from toolkit.training.merging import merge
 
 pytestmark = pytest.mark.long  # two ranks write for all of them
+
+FILE = "model.safetensors"
 
 KINDS = {
     "fsdp_sharded": ("Accelerate", "fsdp"),
@@ -81,12 +84,18 @@ def test_a_portable_checkpoint_of_it_holds_the_same(saved, tmp_path, kind):
     assert verify(made, saved / kind)["ok"]
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("zero3", None), ("fsdp_full", "bfloat16")])
-def test_a_model_of_it_is_loaded_by_transformers(saved, tmp_path, kind, dtype):
-    odd_gpt2().config.save_pretrained(tmp_path / "base")
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("zero3", None), ("fsdp_full", "bfloat16"), ("fsdp_sharded", None), ("zero2", "float16")],
+)
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_a_model_of_it_is_loaded_by_transformers(saved, tmp_path, kind, dtype, has_weights):
+    """Copied by its bytes where the base has weights, and matched by transformers elsewhere."""
+    base = odd_gpt2()
+    (base if has_weights else base.config).save_pretrained(tmp_path / "base")
     merge(saved / kind, tmp_path / "model", base=tmp_path / "base", dtype=dtype)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
-    wanted = torch.float32 if dtype is None else torch.bfloat16
+    wanted = getattr(torch, dtype or "float32")
     expected = torch.load(saved / f"{kind}.pt")
     for name, parameter in model.named_parameters():
         assert parameter.dtype == wanted
@@ -151,3 +160,42 @@ def test_files_of_two_checkpoints_are_not_joined(saved, tmp_path):
     shutil.copyfile(saved / "zero3" / PARTS["zero"], folder / PARTS["zero"])
     with pytest.raises(NotWhole, match=r"rank_1.*belong. The files are of different checkpoints"):
         convert(folder, tmp_path / "output")
+
+
+@pytest.fixture(scope="module")
+def by_trainers(tmp_path_factory, launch):
+    """Folders of the stock Trainer's runs of the same training, by how its ranks share it."""
+    folder = tmp_path_factory.mktemp("trainers")
+    checked_in = (ROOT / "accelerate_configs" / "fsdp.yaml").read_text()
+    sharded = folder / "sharded.yaml"
+    sharded.write_text(checked_in.replace("FULL_STATE_DICT", "SHARDED_STATE_DICT"))
+    flags = ("--max_steps=2", "--save_strategy=steps", "--save_steps=2", "--max_grad_norm=0")
+    for config in ("zero2", "zero3", "fsdp", sharded):
+        script = (SCRIPTS / "plain_trainer.py", folder / Path(config).stem, *flags)
+        done = launch(config, "-m", "toolkit.rehearse", *script)
+        assert done.returncode == 0, done.stdout
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("run", "model"),
+    [("zero2", "zero2"), ("zero3", "zero3"), ("fsdp", "fsdp"), ("sharded", "fsdp")],
+)
+def test_a_stock_trainers_ranks_are_read(by_trainers, tmp_path, run, model):
+    """Sharded, the Trainer saves no whole model (transformers 5.24); that of the other run has the
+    same numbers."""
+    folder = by_trainers / run / "checkpoint-2"
+    whole = by_trainers / model / "saved"
+    contents = read_folder(folder, base=whole)
+    assert (contents.library, contents.step, contents.ranks) == ("Trainer", 2, 2)
+    assert contents.missing == []
+    assert_same({n: t.read() for n, t in contents.weights.items()}, load_file(whole / FILE))
+    # The ranks of every strategy have done the same training, up to the order of sums.
+    others = read_folder(by_trainers / "zero2" / "checkpoint-2", base=whole)
+    assert contents.states.keys() == others.states.keys()
+    for key, state in others.states.items():
+        torch.testing.assert_close(contents.states[key].read(), state.read(), rtol=2e-3, atol=1e-8)
+    made = convert(folder, tmp_path, base=whole)
+    assert verify(made, folder)["ok"]
+    merge(folder, tmp_path / "model", base=whole)
+    assert_same(load_file(tmp_path / "model" / FILE), load_file(whole / FILE))

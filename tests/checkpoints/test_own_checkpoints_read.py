@@ -18,21 +18,27 @@ CASES = {
     "fsdp": ("fsdp", "loop"),
     "ddp-lora": ("ddp", "loop", "--method", "lora"),
     "zero2-lora": ("zero2", "loop", "--method", "lora"),
+    "zero3_nvme": ("zero3_nvme", "loop"),
+    "pipeline": ("pipeline", "loop", "--strategy", "pipeline"),
+    "three_d": ("three_d", "loop", "--strategy", "three_d"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_checkpoint_equals_the_model_of_its_step(run_of, dropout_model, tmp_path, case):
+def test_a_checkpoint_equals_the_model_of_its_step(
+    run_of, dropout_model, llama_of_fours, tmp_path, case
+):
     strategy, engine, *flags = CASES[case]
+    model = llama_of_fours if "--strategy" in flags else dropout_model
     run = run_of(
         *(strategy, engine, "--max_steps", 2, "--save_steps", 2, "--max_length", 32),
-        *("--max_train_samples", 40, "--model_name_or_path", dropout_model, *flags),
+        *("--max_train_samples", 40, "--model_name_or_path", model, *flags),
     )
     run.go()
     saved, final = run.output / "checkpoint-2", run.output / "final"
     contents = read_folder(saved)
     assert (contents.library, contents.strategy, contents.step) == ("toolkit", strategy, 2)
-    assert (contents.ranks, len(contents.losses), contents.missing) == (2, 2, [])
+    assert (contents.ranks, len(contents.losses), contents.missing) == (run.ranks, 2, [])
     named = {name for group in contents.groups for name in group["names"]}
     assert named == contents.weights.keys()
     assert {key.rpartition(".")[2] for key in contents.states} == {"exp_avg", "exp_avg_sq", "step"}
@@ -44,7 +50,7 @@ def test_a_checkpoint_equals_the_model_of_its_step(run_of, dropout_model, tmp_pa
     assert verify(made, saved)["ok"]
     manifest, before = check(made), check(saved)
     assert (manifest["form"], manifest["facts"]) == ("portable", before["facts"])
-    kept = {"losses.json", "rank-0.pt", "rank-1.pt"}
+    kept = {"losses.json", *(f"rank-{rank}.pt" for rank in range(run.ranks))}
     assert {name: manifest["files"][name] for name in kept} == {
         name: before["files"][name] for name in kept
     }

@@ -6,6 +6,7 @@ import signal
 import sys
 
 import pytest
+import safetensors.torch
 import torch
 from accelerate import Accelerator
 from safetensors import safe_open
@@ -25,7 +26,7 @@ from transformers import (
 from toolkit.checkpoints.atomic_folder import check
 from toolkit.errors import SaveError
 from toolkit.measuring.finite import require_finite
-from toolkit.training import adapters, saving
+from toolkit.training import saving, weight_files
 from toolkit.training.saving import save_model
 
 SMALL = {
@@ -82,7 +83,7 @@ def test_files_are_no_larger_than_asked_and_an_index_names_them(tmp_path, accele
     save_model(accelerator, tied, tmp_path / "final", shard_bytes=9_000)
     files = sorted((tmp_path / "final").glob("*.safetensors"))
     assert len(files) > 2
-    index = json.loads((tmp_path / "final" / saving.INDEX_FILE).read_text())
+    index = json.loads((tmp_path / "final" / weight_files.INDEX_FILE).read_text())
     assert {file.name for file in files} == set(index["weight_map"].values())
     largest = sum(p.nbytes for p in tied.model.layers[0].parameters())
     for file in files:
@@ -98,7 +99,7 @@ def test_no_more_than_one_file_is_held(tmp_path, accelerator, tied):
         assert tensor is not None, name
         alive.add(name)
     written = []
-    original = saving._write_shard
+    original = weight_files._write_shard
 
     def watched(model, held, file):
         nonlocal most
@@ -107,7 +108,7 @@ def test_no_more_than_one_file_is_held(tmp_path, accelerator, tied):
         return original(model, held, file)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "_write_shard", watched)
+        patch.setattr(weight_files, "_write_shard", watched)
         save_model(accelerator, tied, tmp_path / "final", shard_bytes=9_000)
     assert most <= sum(p.nbytes for p in tied.model.layers[0].parameters())
     assert set(written) == alive
@@ -147,7 +148,7 @@ def test_weights_that_come_back_different_leave_the_old_folder(tmp_path, acceler
     folder = tmp_path / "final"
     save_model(accelerator, tied, folder)
     before = check(folder)
-    original = adapters.save_file
+    original = safetensors.torch.save_file
 
     def one_bit_flips(tensors, file, metadata):
         original(tensors, file, metadata)
@@ -158,7 +159,7 @@ def test_weights_that_come_back_different_leave_the_old_folder(tmp_path, acceler
             opened.write(bytes([last ^ 1]))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adapters, "save_file", one_bit_flips)
+        patch.setattr(safetensors.torch, "save_file", one_bit_flips)
         with pytest.raises(SaveError, match="came back with other values"):
             save_model(accelerator, tied, folder)
     assert check(folder) == before

@@ -11,19 +11,22 @@ from toolkit.checkpoints.atomic_folder import atomic_folder, room_missing
 from toolkit.checkpoints.folders import KIND, checkpoint_folder
 from toolkit.checkpoints.portable_files import (
     OPTIMIZER,
+    PART_BYTES,
     PORTABLE,
     STATE_FILE,
     WEIGHTS,
-    PartWriter,
     PortableState,
     plain_numbers,
 )
 from toolkit.checkpoints.reading import read_folder
+from toolkit.checkpoints.stored import write_files
 from toolkit.errors import UsageError
 from toolkit.records.json_files import SCHEMA, write_json
 from toolkit.records.manifests import FORMAT
 
 TRAINER_STATE: Final = "trainer_state.json"
+
+PARTS: Final = "part-{:05}.safetensors"
 
 OWN: Final = ("losses.json", "rank-*.pt")
 """Files of the toolkit's own checkpoints that are the same in both forms."""
@@ -59,10 +62,7 @@ def convert(folder: Path, output: Path, *, base: Path | None = None) -> Path:
             for file in folder.glob(pattern):
                 shutil.copyfile(file, draft / file.name)
         for name, tensors in ((WEIGHTS, contents.weights), (OPTIMIZER, contents.states)):
-            parts = PartWriter(draft / PORTABLE / name)
-            for key, tensor in tensors.items():
-                parts.add(key, tensor.read())
-            parts.flush()
+            write_files(tensors, draft / PORTABLE / name, PARTS, limit=PART_BYTES)
         ours = contents.library == "toolkit"
         state = PortableState(
             schema=SCHEMA,

@@ -7,28 +7,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
-
-import torch
 
 from toolkit.checkpoints.portable_files import state_key
 from toolkit.checkpoints.stored import (
     Contents,
     NotWhole,
+    Span,
     Stored,
     add_groups,
+    damage_named,
     load_plain,
     name_in_model,
     scalar,
-    stored,
 )
 from toolkit.errors import UsageError
 
 MODEL: Final = "*mp_rank_00_model_states.pt"
 OPTIMIZER: Final = "*_optim_states.pt"
 UNIVERSAL: Final = "zero"
+SWAPPED: Final = "offloaded_tensors"
 
 
 def deepspeed_folder(folder: Path) -> Path | None:
@@ -49,8 +50,12 @@ def deepspeed_folder(folder: Path) -> Path | None:
     return inside[-1] if inside else None
 
 
-def read_deepspeed(folder: Path) -> Contents:
+def read_deepspeed(folder: Path, swapped: Sequence[dict[str, Any]] = ()) -> Contents:
     """Return what a folder with DeepSpeed's files holds.
+
+    Args:
+        folder: As `deepspeed_folder` returns it.
+        swapped: What the toolkit has saved of each rank beside copies of files on NVMe.
 
     Raises:
         UsageError: a rank's file is missing or damaged, or the ranks shared the model.
@@ -68,15 +73,15 @@ def read_deepspeed(folder: Path) -> Contents:
         file = folder / UNIVERSAL / "optimizer_state.pt"
         contents = _universal(folder, first["param_shapes"], file)
     elif optimizers := _by_rank(folder.glob(OPTIMIZER)):
-        contents = _partitioned(folder, models, first, optimizers)
+        contents = _partitioned(folder, models, first, optimizers, swapped)
     else:
-        weights = {n: stored(t) for n, t in first["module"].items() if t.numel()}
+        weights = {n: t for n, t in first["module"].items() if t.elements}
         contents = Contents(folder=folder, library="DeepSpeed", strategy="zero0", weights=weights)
         contents.missing.append(f"{folder} has no *_optim_states.pt: no states of the optimizer")
     contents.step = first.get("global_steps")
     contents.ranks = first.get("dp_world_size")
     for name in first.get("buffer_names") or ():
-        contents.weights[name] = stored(first["module"][name])
+        contents.weights[name] = first["module"][name]
     if isinstance(scheduler := first.get("lr_scheduler"), dict):
         contents.scheduler = scheduler
     contents.weights = {name_in_model(n): t for n, t in contents.weights.items()}
@@ -88,9 +93,20 @@ def _by_rank(files: Iterator[Path]) -> list[Path]:
 
 
 def _partitioned(
-    folder: Path, models: list[Path], first: dict[str, Any], optimizers: list[Path]
+    folder: Path,
+    models: list[Path],
+    first: dict[str, Any],
+    optimizers: list[Path],
+    swapped: Sequence[dict[str, Any]],
 ) -> Contents:
     of_rank = [load_plain(file)["optimizer_state_dict"] for file in optimizers]
+    if (folder / SWAPPED).is_dir() and not swapped:
+        raise UsageError(
+            f"{folder / SWAPPED} has states that lay on NVMe, and DeepSpeed does not write which "
+            "parameters they are of. Let the training that wrote it save the whole model."
+        )
+    for rank, (held, beside) in enumerate(zip(of_rank, swapped, strict=False)):
+        _put_back(held, beside["groups"], folder / SWAPPED / f"rank{rank:02}")
     stage, ranks = int(of_rank[0].get("zero_stage", 1)), of_rank[0]["partition_count"]
     ranks = max(ranks) if isinstance(ranks, list) else int(ranks)
     _require_ranks(optimizers, ranks)
@@ -109,14 +125,35 @@ def _partitioned(
         _join_stages_1_2(contents, shapes, of_rank, optimizers)
         frozen = [first["frozen_param_fragments"]]
     for name, shape in (first.get("frozen_param_shapes") or {}).items():
-        parts = [fragments[name] for fragments in frozen]
-        contents.weights[name] = _joined(parts, tuple(shape), optimizers[0])
+        parts = _joined([fragments[name] for fragments in frozen])
+        contents.weights[name] = _shaped(parts, shape, optimizers[0])
     add_groups(contents, shapes, inner["param_groups"])
     scaler = vars(of_rank[0]["loss_scaler"]) if "loss_scaler" in of_rank[0] else {}
     if "scale_window" in scaler:
         since = (scaler["cur_iter"] - scaler["last_overflow_iter"] - 1) % scaler["scale_window"]
         contents.loss_scale = {"scale": scaler["cur_scale"], "steps_since_change": since}
     return contents
+
+
+def _put_back(held: dict[str, Any], groups: list[dict[str, Any]], folder: Path) -> None:
+    """Put the states of one rank that lay on NVMe where they stand in other checkpoints."""
+
+    def swapped(group: dict[str, Any], prefix: str = "") -> Stored:
+        file = folder / f"{prefix}{group['id']}.tensor.swp"
+        with damage_named(file):
+            size = file.stat().st_size
+        elements: int = group.get("elements", size // 4)
+        if size < 4 * elements:
+            raise _mixed(file, size // 4, elements)
+        return Stored((elements,), "float32", (Span(file, 0, 4 * elements),))
+
+    held["fp32_flat_groups"] = [
+        swapped(group) if group["flat"] is None else group["flat"] for group in groups
+    ]
+    held["optimizer_state_dict"]["state"] = {
+        number: group["state"] | {name: swapped(group, f"{name}-") for name in group["in_files"]}
+        for number, group in enumerate(groups)
+    }
 
 
 def _require_ranks(files: list[Path], ranks: int) -> None:
@@ -148,28 +185,12 @@ def _join_stages_1_2(
         masters = [held["single_partition_of_fp32_groups"][number] for held in of_rank]
         states = [held["base_optimizer_state"]["state"].get(number, {}) for held in of_rank]
         for (name, shape), padding in zip(of_group.items(), between, strict=True):
-            elements, place = math.prod(shape), begin
-            begin = place + elements + padding
 
-            def part(
-                flats: Sequence[torch.Tensor],
-                shape: tuple[int, ...] = tuple(shape),
-                place: int = place,
-                elements: int = elements,
-            ) -> Stored:
-                pieces = [*_pieces(flats, place, elements)]
-                return _joined(pieces, shape, files[0], exact=True)
+            def cut(flats: Sequence[Stored], place: int = begin, shape: Any = shape) -> Stored:
+                return _shaped(_joined(flats), shape, files[0], place)
 
-            _add(contents, name, part, masters, states)
-
-
-def _pieces(flats: Sequence[torch.Tensor], place: int, elements: int) -> Iterator[torch.Tensor]:
-    """Yield the parts of partitions that lie one behind the other, from an element on."""
-    for flat in flats:
-        begin, end = max(place, 0), min(place + elements, len(flat))
-        if begin < end:
-            yield flat[begin:end]
-        place -= len(flat)
+            _add(contents, name, cut, masters, states)
+            begin += math.prod(shape) + padding
 
 
 def _join_stage_3(
@@ -179,7 +200,7 @@ def _join_stage_3(
     files: list[Path],
 ) -> None:
     """Join parameters each of which was cut into one partition a rank."""
-    of_ranks = [[len(flat) for flat in held["fp32_flat_groups"]] for held in of_rank]
+    of_ranks = [[flat.elements for flat in held["fp32_flat_groups"]] for held in of_rank]
     sizes, begin, group = of_ranks[0], 0, 0
     needed = sum(-(-math.prod(s) // len(of_rank)) for names in shapes for s in names.values())
     for file, held in zip(files, of_ranks, strict=True):
@@ -195,44 +216,39 @@ def _join_stage_3(
                 "DeepSpeed's ds_to_universal.py."
             )
 
-        def part(
-            flats: Sequence[torch.Tensor],
-            shape: tuple[int, ...] = tuple(shape),
-            place: int = begin,
-            length: int = length,
+        def cut(
+            flats: Sequence[Stored], place: int = begin, length: int = length, shape: Any = shape
         ) -> Stored:
-            pieces = [flat[place : place + length] for flat in flats]
-            return _joined(pieces, shape, files[0])
+            return _shaped(_joined([flat.part(place, length) for flat in flats]), shape, files[0])
 
         masters = [held["fp32_flat_groups"][group] for held in of_rank]
         states = [held["optimizer_state_dict"]["state"].get(group, {}) for held in of_rank]
-        _add(contents, name, part, masters, states)
+        _add(contents, name, cut, masters, states)
         begin += length
 
 
 def _add(
-    contents: Contents, name: str, part: Any, masters: list[Any], states: list[dict[str, Any]]
+    contents: Contents, name: str, cut: Any, masters: list[Any], states: list[dict[str, Any]]
 ) -> None:
-    contents.weights[name] = part(masters)
+    contents.weights[name] = cut(masters)
     for state, value in states[0].items():
-        is_flat = isinstance(value, torch.Tensor) and value.dim() > 0
-        held = part([of_rank[state] for of_rank in states]) if is_flat else scalar(value)
+        is_flat = isinstance(value, Stored) and value.shape
+        held = cut([of_rank[state] for of_rank in states]) if is_flat else scalar(value)
         contents.states[state_key(name_in_model(name), state)] = held
 
 
-def _joined(
-    pieces: Sequence[torch.Tensor], shape: tuple[int, ...], file: Path, *, exact: bool = False
-) -> Stored:
-    """Return a parameter whose elements are those of the pieces; the last may be padded."""
-    elements, held = math.prod(shape), sum(len(piece.view(-1)) for piece in pieces)
-    if held < elements or (exact and held != elements):
-        raise _mixed(file, held, elements)
+def _joined(flats: Sequence[Stored]) -> Stored:
+    """Return flat tensors one behind the other."""
+    spans = tuple(span for flat in flats for span in flat.spans)
+    return Stored((sum(flat.elements for flat in flats),), flats[0].dtype, spans)
 
-    def read() -> torch.Tensor:
-        flat = torch.cat([piece.view(-1) for piece in pieces]) if len(pieces) > 1 else pieces[0]
-        return flat.view(-1)[:elements].view(shape)
 
-    return Stored(shape, pieces[0].dtype if pieces else torch.float32, read)
+def _shaped(flat: Stored, shape: Sequence[int], file: Path, place: int = 0) -> Stored:
+    """Return a parameter whose elements stand in a flat tensor, of which padding may follow."""
+    elements = math.prod(shape)
+    if flat.elements < place + elements:
+        raise _mixed(file, flat.elements, place + elements)
+    return replace(flat.part(place, elements), shape=tuple(shape))
 
 
 def _mixed(file: Path, held: int, needed: int) -> NotWhole:
@@ -262,6 +278,8 @@ def _universal(folder: Path, shapes: list[dict[str, Any]], file: Path) -> Conten
 def _of_universal(file: Path, shape: tuple[int, ...]) -> Stored:
     held = load_plain(file)
     value = held["param"] if isinstance(held, dict) else held
-    if not isinstance(value, torch.Tensor) or not value.dim():
+    if not isinstance(value, Stored) or not value.shape:
         return scalar(value)
-    return _joined([value], shape, file, exact=True)
+    if value.elements != math.prod(shape):
+        raise _mixed(file, value.elements, math.prod(shape))
+    return replace(value, shape=shape)

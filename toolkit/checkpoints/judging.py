@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.portable_files import PORTABLE, parameter_and_state
-from toolkit.checkpoints.reading import elements, read_folder
+from toolkit.checkpoints.reading import read_folder
 from toolkit.checkpoints.stored import Contents, NotWhole, Stored
-from toolkit.engines.tensors import dtype_name
+
+if TYPE_CHECKING:
+    import torch
 
 
 def show(folder: Path, *, base: Path | None = None) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def show(folder: Path, *, base: Path | None = None) -> dict[str, Any]:
     contents = read_folder(folder, base=base)
     dtypes = Counter[str]()
     for tensor in contents.weights.values():
-        dtypes[dtype_name(tensor.dtype)] += elements({"": tensor})
+        dtypes[tensor.dtype] += tensor.elements
     states = Counter(parameter_and_state(key)[1] for key in contents.states)
     manifest = contents.manifest or {}
     return {
@@ -31,7 +31,7 @@ def show(folder: Path, *, base: Path | None = None) -> dict[str, Any]:
         "step": contents.step,
         "holds": "adapter" if contents.is_adapter else "full model",
         "weights": len(contents.weights),
-        "parameters": elements(contents.weights),
+        "parameters": sum(tensor.elements for tensor in contents.weights.values()),
         "dtypes": dict(dtypes),
         "optimizer_states": dict(states),
         "groups": [
@@ -77,6 +77,8 @@ def verify(folder: Path, against: Path | None = None) -> dict[str, Any]:
 
     `ok` says whether all is whole, finite, and equal to the bit.
     """
+    import torch
+
     verdict: dict[str, Any] = {"folder": str(folder), "ok": False, "damage": None}
     try:
         first = read_folder(folder)
@@ -115,6 +117,8 @@ def verify(folder: Path, against: Path | None = None) -> dict[str, Any]:
 
 def _gap(one: torch.Tensor, other: torch.Tensor) -> float | None:
     """Return the largest gap of two tensors; None if they are equal to the bit."""
+    import torch
+
     if one.shape != other.shape:
         return float("inf")
     if one.dtype == other.dtype and torch.equal(one, other):

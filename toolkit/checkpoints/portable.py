@@ -86,13 +86,15 @@ def read_portable(checkpoint: Path, wrapped: Wrapped) -> None:
     folder, backend = checkpoint / PORTABLE, backend_of(wrapped.model)
     saved = read_as(folder / STATE_FILE, PortableState)
     read_weights(checkpoint, wrapped)
-    of_parameter: dict[str, dict[str, torch.Tensor]] = {}
+    of_parameter: dict[str, dict[str, Stored]] = {}
     for key, stored in read_parts(folder / OPTIMIZER).items():
         name, state = parameter_and_state(key)
-        of_parameter.setdefault(name, {})[state] = stored.read()
-    backend.set_full_states(
-        wrapped.optimizer, lambda name: of_parameter.get(name_in_model(name), {})
-    )
+        of_parameter.setdefault(name, {})[state] = stored
+
+    def states_of(name: str) -> dict[str, torch.Tensor]:
+        return {k: s.read() for k, s in of_parameter.get(name_in_model(name), {}).items()}
+
+    backend.set_full_states(wrapped.optimizer, states_of)
     _set_rates(backend, wrapped, saved["groups"])
     plain = wrapped.scheduler.state_dict() | saved["scheduler"]
     for name, rate in _OF_GROUPS.items():

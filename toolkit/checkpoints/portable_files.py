@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, TypedDict
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 
-import torch
-from safetensors.torch import save_file
+if TYPE_CHECKING:
+    import torch
 
 PORTABLE: Final = "portable"
 """Name of the form, of its folder in a checkpoint, and the value of `form` in the manifest."""
@@ -94,6 +94,8 @@ class PartWriter:
         """Write what is held; after the last tensor, too."""
         if not self._held:
             return
+        from safetensors.torch import save_file
+
         self._files += 1
         name = f"{self._prefix}-{self._files:05}.safetensors"
         save_file(self._held, self._folder / name, metadata={"format": "pt"})

@@ -10,8 +10,6 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 from toolkit.checkpoints.atomic_folder import check
 from toolkit.checkpoints.deepspeed_files import deepspeed_folder, read_deepspeed
 from toolkit.checkpoints.folders import KIND
@@ -24,13 +22,14 @@ from toolkit.checkpoints.portable_files import (
 )
 from toolkit.checkpoints.stored import Contents, Stored, damage_named, load_plain, read_parts
 from toolkit.checkpoints.torch_files import (
+    LOADED,
     add_named_shards,
     add_optimizer,
     read_shards_of,
+    read_stages,
     whole_weights,
 )
-from toolkit.engines.fsdp2 import SHARDS
-from toolkit.engines.fsdp_shards import LIST
+from toolkit.engines.names import LIST, SHARDS, STAGE
 from toolkit.errors import UsageError
 from toolkit.records.json_files import read_as
 from toolkit.records.manifests import MANIFEST
@@ -66,24 +65,35 @@ def read_folder(folder: Path, *, base: Path | None = None) -> Contents:
             contents.manifest = manifest
             contents.strategy = str(manifest.get("strategy", contents.strategy))
             contents.step = manifest.get("step")
-    _drop_second_names(contents)
+    _drop_second_names(contents, model)
     if not contents.weights:
         raise UsageError(f"{folder} holds no weights. Name the folder of a whole checkpoint.")
     return contents
 
 
-def _drop_second_names(contents: Contents) -> None:
-    """Drop a tied head, which the model and its optimizer have by the name of the embeddings."""
+def _drop_second_names(contents: Contents, model: Path | None) -> None:
+    """Drop a tied head, which the model and its optimizer have by the name of the embeddings.
+
+    The file of the model that was trained does not have it either; where none is known, its bytes
+    are those of a weight that was trained.
+    """
     trained = {name for group in contents.groups for name in group["names"]}
     others = {*contents.weights} - trained
-    for name in others if trained and len(others) <= 2 else ():
+    if not trained or not others or len(others) > 2 or contents.is_adapter:
+        return
+    held = (None if model is None else whole_weights(model, LOADED)) or {}
+    is_known = trained <= held.keys()
+    for name in others - held.keys():
         tensor = contents.weights[name]
-        for other in trained & contents.weights.keys():
-            twin = contents.weights[other]
-            is_alike = (twin.shape, twin.dtype) == (tensor.shape, tensor.dtype)
-            if is_alike and len(twin.shape) > 1 and torch.equal(twin.read(), tensor.read()):
-                del contents.weights[name]
-                break
+        twins = (contents.weights[other] for other in trained & contents.weights.keys())
+        if is_known or any(_has_same_bytes(tensor, twin) for twin in twins):
+            del contents.weights[name]
+
+
+def _has_same_bytes(one: Stored, other: Stored) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype) or len(one.shape) < 2:
+        return False
+    return one.spans == other.spans or b"".join(one.pieces()) == b"".join(other.pieces())
 
 
 def model_folder(folder: Path, base: Path | None = None) -> Path | None:
@@ -114,15 +124,19 @@ def _of_toolkit(folder: Path, manifest: dict[str, Any], model: Path | None) -> C
     contents = Contents(
         folder=folder, library="toolkit", strategy=strategy, weights={}, manifest=manifest
     )
+    files = sorted(folder.glob("rank-*.pt"), key=lambda file: (len(file.name), file.name))
+    swapped = [states for file in files if (states := load_plain(file)["swapped"]) is not None]
     if manifest.get("form") == PORTABLE:
         _read_portable(contents, folder / PORTABLE)
     elif (folder / SHARDS / LIST).is_file():
         values, _ = read_shards_of(folder / SHARDS)
         add_named_shards(contents, values)
     elif (place := deepspeed_folder(folder)) is not None:
-        held = read_deepspeed(place)
+        held = read_deepspeed(place, swapped)
         contents.weights, contents.states, contents.groups = held.weights, held.states, held.groups
         contents.missing, contents.loss_scale = held.missing, held.loss_scale
+    elif stages := sorted(folder.glob(f"{STAGE}-*"), key=lambda file: (len(file.name), file.name)):
+        read_stages(contents, stages)
     elif (weights := whole_weights(folder)) is not None:
         contents.weights = weights
         add_optimizer(contents, folder / "optimizer.pt", model)
@@ -132,7 +146,6 @@ def _of_toolkit(folder: Path, manifest: dict[str, Any], model: Path | None) -> C
             f"{strategy} and use the model in its final/."
         )
     contents.step = manifest["step"]
-    files = sorted(folder.glob("rank-*.pt"))
     contents.ranks = contents.ranks or len(files) or None
     if files:
         _read_rank(contents, files[0])
@@ -145,13 +158,11 @@ def _of_toolkit(folder: Path, manifest: dict[str, Any], model: Path | None) -> C
 def _read_rank(contents: Contents, file: Path) -> None:
     states = load_plain(file)
     contents.scheduler = states["scheduler"]
-    for group, rate in zip(contents.groups, states["learning_rates"], strict=False):
-        group["lr"] = rate
+    if not any(contents.folder.glob(f"{STAGE}-*")):  # ranks of a pipeline have groups of their own
+        for group, rate in zip(contents.groups, states["learning_rates"], strict=False):
+            group["lr"] = rate
     if (scaler := states["scaler"]) is not None:
         contents.loss_scale = _scale_of(scaler)
-    if states["swapped"] is not None:
-        contents.states.clear()
-        contents.missing.append(f"{file} has states that lay on NVMe, which are not read yet")
 
 
 def _scale_of(scaler: dict[str, Any]) -> dict[str, float]:
@@ -228,8 +239,4 @@ def _read_beside(contents: Contents) -> None:
             contents.losses = losses if len(losses) == contents.step else None
     steps = [tensor for key, tensor in contents.states.items() if key.endswith(".step")]
     if contents.step is None and steps:
-        contents.step = int(steps[0].read())
-
-
-def elements(tensors: dict[str, Stored]) -> int:
-    return sum(torch.Size(tensor.shape).numel() for tensor in tensors.values())
+        contents.step = int(float(steps[0]))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
+import itertools
 import json
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
-
-import torch
 
 from toolkit.checkpoints.portable_files import state_key
 from toolkit.checkpoints.stored import (
@@ -17,20 +17,24 @@ from toolkit.checkpoints.stored import (
     Stored,
     add_groups,
     damage_named,
+    load_pickle,
     load_plain,
     name_in_model,
     read_safetensors,
     scalar,
-    stored,
 )
-from toolkit.engines.fsdp_shards import LIST, read_list
-from toolkit.engines.masters import MASTER
+from toolkit.engines.names import LIST, MASTER, STAGE, TENSOR_RANKS
 from toolkit.errors import UsageError, sentence_of
+
+LOADED: Final = (
+    *("model.safetensors.index.json", "model.safetensors"),
+    *("pytorch_model.bin.index.json", "pytorch_model.bin"),
+)
+"""Files of a model that `from_pretrained` loads."""
 
 WHOLE: Final = (
     *("adapter_model.safetensors", "adapter_model.bin", "pytorch_model_fsdp.bin"),
-    *("model.safetensors.index.json", "model.safetensors"),
-    *("pytorch_model.bin.index.json", "pytorch_model.bin"),
+    *LOADED,
 )
 """Files of a whole model or adapter, of which the first that is there is read."""
 
@@ -41,22 +45,22 @@ NO_DECAY: Final = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_n
 """Names that the Trainer keeps out of weight decay (transformers 5.24, trainer.py)."""
 
 
-def whole_weights(folder: Path) -> dict[str, Stored] | None:
-    """Return the weights of whole models by name; None without such files.
+def whole_weights(folder: Path, files: Sequence[str] = WHOLE) -> dict[str, Stored] | None:
+    """Return the weights of the first of these files that is there, by name; None without any.
 
     Raises:
         UsageError: a file is missing or damaged.
     """
-    file = next((folder / name for name in WHOLE if (folder / name).is_file()), None)
+    file = next((folder / name for name in files if (folder / name).is_file()), None)
     if file is None:
         return None
-    files = [file]
+    parts = [file]
     if file.suffix == ".json":
         with damage_named(file):
             names: dict[str, str] = json.loads(file.read_bytes())["weight_map"]
-            files = [folder / Path(name).name for name in sorted({*names.values()})]
+            parts = [folder / Path(name).name for name in sorted({*names.values()})]
     weights: dict[str, Stored] = {}
-    for part in files:
+    for part in parts:
         tensors, metadata = of_file(part)
         # Of a weight with two names, safetensors keeps the first by the alphabet, such as the
         # head's, and notes the others. The model has it by that of the embeddings.
@@ -69,12 +73,11 @@ def whole_weights(folder: Path) -> dict[str, Stored] | None:
 
 def of_file(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     if file.suffix == ".safetensors":
-        tensors, metadata = read_safetensors(file)
-        return tensors, {**metadata}
+        return read_safetensors(file)
     held = load_plain(file)
     if not isinstance(held, dict):
         raise UsageError(f"{file} holds no weights by name. Name a folder of a whole model.")
-    return {n: stored(t) for n, t in held.items() if isinstance(t, torch.Tensor)}, {}
+    return {n: t for n, t in held.items() if isinstance(t, Stored)}, {}
 
 
 # Shards
@@ -88,10 +91,11 @@ def read_shards_of(folder: Path) -> tuple[dict[tuple[Any, ...], Any], int]:
     Raises:
         UsageError: a file is missing or damaged, or would run code.
     """
-    with damage_named(folder / LIST):
-        listed = read_list(folder / LIST)
+    listed = load_pickle(folder / LIST)
     sizes: dict[str, int] = {}
     for place in listed.storage_data.values():
+        if Path(place.relative_path).name != place.relative_path:
+            raise NotWhole(f"{folder / LIST} names {place.relative_path!r}, no file beside it.")
         end = place.offset + place.length
         sizes[place.relative_path] = max(end, sizes.get(place.relative_path, 0))
     for name, size in sizes.items():
@@ -103,7 +107,10 @@ def read_shards_of(folder: Path) -> tuple[dict[tuple[Any, ...], Any], int]:
                 f"{file} is cut off: it has {file.stat().st_size:,} of {size:,} bytes. Take "
                 "another checkpoint."
             )
-    places = {(index.fqn, tuple(index.offset or ())): p for index, p in listed.storage_data.items()}
+    places = {
+        (index.fqn, tuple(vars(index).get("offset") or ())): p
+        for index, p in listed.storage_data.items()
+    }
     values: dict[tuple[Any, ...], Any] = {}
     for name, facts in listed.state_dict_metadata.items():
         path = tuple((listed.planner_data or {}).get(name, (name,)))
@@ -115,26 +122,48 @@ def read_shards_of(folder: Path) -> tuple[dict[tuple[Any, ...], Any], int]:
 
 
 def _of_chunks(folder: Path, name: str, facts: Any, places: dict[Any, Any]) -> Stored:
-    shape, dtype = tuple(facts.size), facts.properties.dtype
+    parts: list[tuple[Sequence[int], Stored]] = []
+    for chunk in facts.chunks:
+        part: Stored = _loaded(folder, places[name, tuple(chunk.offsets)])
+        if part.shape != tuple(chunk.sizes):
+            raise NotWhole(f"{folder / LIST} gives {name} another shape. Copy the folder anew.")
+        parts.append((chunk.offsets, part))
+    return _joined(tuple(facts.size), facts.properties.values[0], parts, f"{folder / LIST}: {name}")
 
-    def read() -> torch.Tensor:
-        whole = torch.empty(shape, dtype=dtype)
-        for chunk in facts.chunks:
-            part = _loaded(folder, places[name, tuple(chunk.offsets)])
-            view = whole
-            for at, (begin, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                view = view.narrow(at, begin, length)
-            view.copy_(part)
-        return whole
 
-    return Stored(shape, dtype, read)
+def _joined(
+    shape: tuple[int, ...], dtype: str, parts: Sequence[tuple[Sequence[int], Stored]], what: str
+) -> Stored:
+    """Return a tensor of parts, each with the place of its first element."""
+    runs = [
+        (at, part.part(begin, length))
+        for offsets, part in parts
+        for at, begin, length in _runs(shape, offsets, part.shape)
+    ]
+    runs.sort(key=lambda run: run[0])
+    if sum(part.elements for _, part in runs) != math.prod(shape):
+        raise NotWhole(f"{what} is there in part alone. Copy the whole checkpoint.")
+    return Stored(shape, dtype, tuple(span for _, part in runs for span in part.spans))
+
+
+def _runs(
+    shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
+) -> Iterator[tuple[int, int, int]]:
+    """Yield what follows each other in a tensor and its part: where in each, and how long."""
+    at = len(shape) - 1
+    while at > 0 and sizes[at] == shape[at]:
+        at -= 1
+    inner = math.prod(shape[at + 1 :])
+    length = math.prod(sizes[at:])
+    for number, index in enumerate(itertools.product(*map(range, sizes[: max(at, 0)]))):
+        place = 0
+        for dim, size in enumerate(shape[: at + 1]):
+            place = place * size + offsets[dim] + (index[dim] if dim < at else 0)
+        yield place * inner, number * length, length
 
 
 def _loaded(folder: Path, place: Any) -> Any:
-    file = folder / place.relative_path
-    with damage_named(file), file.open("rb") as opened:
-        opened.seek(place.offset)
-        return torch.load(io.BytesIO(opened.read(place.length)), weights_only=True)
+    return load_plain(folder / place.relative_path, place.offset, place.length)
 
 
 def add_named_shards(contents: Contents, values: dict[tuple[Any, ...], Any]) -> None:
@@ -153,6 +182,60 @@ def add_named_shards(contents: Contents, values: dict[tuple[Any, ...], Any]) -> 
                 pass
     ordered = [groups[number] for number in sorted(groups)]
     add_groups(contents, (group["params"] for group in ordered), ordered)
+
+
+# Pipelines
+
+
+def read_stages(contents: Contents, files: Sequence[Path]) -> None:
+    """Join what ranks of a pipeline wrote: layers of their stages, or parts of their matrices.
+
+    Args:
+        contents: To be filled.
+        files: Of weights, beside those of optimizers, in the order of the ranks.
+
+    Raises:
+        UsageError: a file is damaged, or of an older toolkit.
+    """
+    ranks, groups = 1, dict[tuple[float, float | None, float], dict[str, None]]()
+    weights, states = dict[str, list[Stored]](), dict[str, list[Stored]]()
+    cuts: dict[str, int] = {}
+    for file in files:
+        tensors, described = read_safetensors(file)
+        if TENSOR_RANKS not in described:
+            raise UsageError(
+                f"{file} is of a toolkit that did not write yet what joins the stages. Resume it "
+                "as it was launched, and save with --checkpoint_form portable."
+            )
+        ranks = int(described[TENSOR_RANKS])
+        for name, tensor in tensors.items():
+            weights.setdefault(name, []).append(tensor)
+        cuts |= {name: int(described[name]) for name in tensors.keys() & described.keys()}
+        held = load_plain(file.with_name(file.stem.replace(STAGE, "optimizer") + ".pt"))
+        for group in held["param_groups"]:
+            rates = float(group["lr"]), group.get("initial_lr"), group["weight_decay"]
+            groups.setdefault(rates, {}).update(dict.fromkeys(group["param_names"]))
+            for number, name in zip(group["params"], group["param_names"], strict=True):
+                for state, value in held["state"].get(number, {}).items():
+                    key = state_key(name, state)
+                    states.setdefault(key, []).append(scalar(value))
+                    cuts |= {key: cuts[name]} if name in cuts else {}
+    for whole, parts in ((contents.weights, weights), (contents.states, states)):
+        whole |= {key: _along(cuts.get(key), found[:ranks], key) for key, found in parts.items()}
+    rates = [{"lr": lr, "initial_lr": first} for lr, first, _ in groups]
+    add_groups(contents, groups.values(), rates)
+
+
+def _along(dim: int | None, parts: Sequence[Stored], what: str) -> Stored:
+    """Return the tensor whose parts lie one after the other along a dimension."""
+    first = parts[0]
+    if dim is None or not first.shape:  # each rank has all of it
+        return first
+    lengths = [part.shape[dim] for part in parts]
+    begins = itertools.accumulate(lengths, initial=0)
+    offsets = [(0,) * dim + (begin,) + (0,) * len(first.shape[dim + 1 :]) for begin in begins]
+    shape = (*first.shape[:dim], sum(lengths), *first.shape[dim + 1 :])
+    return _joined(shape, first.dtype, [*zip(offsets, parts, strict=False)], what)
 
 
 # Optimizers
@@ -185,7 +268,7 @@ def add_optimizer(contents: Contents, file: Path, model: Path | None) -> None:
         name = name_in_model(names[number])
         for state, value in of_parameter.items():
             if state == MASTER:
-                contents.weights[name] = stored(value)
+                contents.weights[name] = value
             elif value is not None:
                 contents.states[state_key(name, state)] = scalar(value)
     add_groups(contents, ([names[n] for n in group["params"]] for group in groups), groups)
@@ -222,12 +305,13 @@ def _names_by_order(
 
 def _fits(contents: Contents, name: str, states: dict[int, Any], number: int) -> bool:
     shape = contents.weights[name].shape
-    moments = [t for t in states.get(number, {}).values() if isinstance(t, torch.Tensor)]
-    return all(tuple(moment.shape) in ((), (1,), shape) for moment in moments)
+    moments = [t for t in states.get(number, {}).values() if isinstance(t, Stored)]
+    return all(moment.shape in ((), (1,), shape) for moment in moments)
 
 
 def skeleton(folder: Path) -> Any:
     """Return a model without numbers, from the config in a folder; none of its code is run."""
+    import torch
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
@@ -260,6 +344,7 @@ def _in_order(contents: Contents, model: Path) -> list[str]:
 
 def _trained_in_order(contents: Contents, model: Path) -> list[list[str]]:
     """Return the trained weights as the Trainer groups them: with decay, and without."""
+    import torch
     from transformers.trainer_pt_utils import get_parameter_names
 
     whole = skeleton(model)

@@ -21,6 +21,7 @@ def swapped_state(zero: Any) -> dict[str, Any] | None:
     if not getattr(zero, "swap_optimizer", False):
         return None
     groups: list[dict[str, Any]] = []
+    # The number of elements is for readers without ranks: a file may be longer.
     for number, flat in enumerate(zero.fp32_partitioned_groups_flat):
         states = zero.optimizer.state.get(flat, {})
         is_swapped = zero._swappable_optimizer_subgroup(number)
@@ -33,6 +34,7 @@ def swapped_state(zero: Any) -> dict[str, Any] | None:
             {
                 "id": getattr(flat, "ds_id", None),
                 "in_files": in_files,
+                "elements": int(zero.fp16_partitioned_groups_flat_numel[number]),
                 "flat": None if is_swapped else flat.detach().clone(),
                 "state": {
                     name: state.detach().clone() if torch.is_tensor(state) else state

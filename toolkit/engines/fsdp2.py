@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from toolkit.engines.base import Backend, BackendSpec
+from toolkit.engines.names import SHARDS
 from toolkit.engines.optimizers import optimizer_of
 from toolkit.engines.tensors import is_spread, local, put_part, state_tensors, tensors_in
 from toolkit.engines.wrapped import Wrapped, amp_precision, split_by
@@ -18,8 +19,6 @@ from toolkit.strategies import Strategy
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-SHARDS: Final = "sharded"
 
 
 def spec_of(strategy: Strategy) -> BackendSpec:

@@ -25,12 +25,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from toolkit.engines.names import GETATTR, LIST
 from toolkit.errors import UsageError
-
-LIST = ".metadata"
-
-GETATTR: Final = ("builtins", "getattr")
-"""What Python 3.11.2 pickles the member of an enum as a call of; 3.11.7 calls the enum."""
 
 METADATA_TYPES: Final = {
     "BytesStorageMetadata",

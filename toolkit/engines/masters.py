@@ -11,8 +11,7 @@ from typing import Any, Final
 
 import torch
 
-MASTER: Final = "master"
-"""Key of a parameter's master in the optimizer's state."""
+from toolkit.engines.names import MASTER
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 

@@ -27,10 +27,11 @@ from toolkit.backends.schedules import bubble, counted_slots, schedule_of
 from toolkit.backends.stages import Balance
 from toolkit.engines.base import Backend, BackendSpec, Parameter, Within
 from toolkit.engines.hooks import Undo, wrap_method
+from toolkit.engines.names import STAGE, TENSOR_RANKS
 from toolkit.engines.optimizers import optimizer_of
 from toolkit.engines.pipelining.running import MESH, Pipeline
 from toolkit.engines.tensor_parallel import group_by_mesh, ranks_along
-from toolkit.engines.tensors import gathered, like_part, local, put_part, shard_of
+from toolkit.engines.tensors import gathered, like_part, local, put_part, shard_of, split_dim
 from toolkit.engines.wrapped import (
     Wrapped,
     amp_precision,
@@ -319,9 +320,17 @@ class Pipelined(Backend):
     def write_alone(self, folder: Path, wrapped: Wrapped) -> None:
         if self.data_parallel_rank():
             return
-        numbers = {name: local(p.detach()).contiguous() for name, p in self._named()}
-        save_file(numbers, folder / self._file("stage", "safetensors"))
-        states = optimizer_of(wrapped.optimizer).state_dict()
+        here = dict(self._named())
+        numbers = {name: local(p.detach()).contiguous() for name, p in here.items()}
+        # What a reader without ranks needs: which names are numbered how, and what was cut where.
+        cuts = {name: str(dim) for name, p in here.items() if (dim := split_dim(p)) is not None}
+        described = cuts | {TENSOR_RANKS: str(self._pipeline.size("tensor"))}
+        save_file(numbers, folder / self._file(STAGE, "safetensors"), metadata=described)
+        optimizer = optimizer_of(wrapped.optimizer)
+        states = optimizer.state_dict()
+        names = {id(parameter): name for name, parameter in here.items()}
+        for saved, group in zip(states["param_groups"], optimizer.param_groups, strict=True):
+            saved["param_names"] = [names[id(parameter)] for parameter in group["params"]]
         states["state"] = {
             number: {name: local(value) for name, value in state.items()}
             for number, state in states["state"].items()
@@ -346,7 +355,7 @@ class Pipelined(Backend):
 
     @torch.no_grad()
     def read_model(self, folder: Path, wrapped: Wrapped, *, step: int) -> None:
-        file = folder / self._file("stage", "safetensors")
+        file = folder / self._file(STAGE, "safetensors")
         saved, held = load_file(file), dict(self._named())
         if saved.keys() != held.keys():
             raise RuntimeError(

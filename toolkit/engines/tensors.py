@@ -16,6 +16,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from toolkit.engines.names import plain_name as plain_name
+
 SUMMED_AT_ONCE: Final = 1 << 20
 """Elements of a tensor whose squares are added up at once."""
 
@@ -125,6 +127,12 @@ def shard_of(tensor: Any) -> tuple[int, ...]:
     return tuple(at for at, held in split if not held.is_replicate())
 
 
+def split_dim(tensor: Any) -> int | None:
+    """Return the dimension in which a tensor is cut along a mesh of one dimension; None: whole."""
+    placements: Any = tensor.placements if isinstance(tensor, DTensor) else ()
+    return next((held.dim for held in placements if held.is_shard()), None)
+
+
 def is_spread_type(kind: type) -> bool:
     """Whether tensors of a type are spread over the ranks."""
     return issubclass(kind, DTensor)
@@ -142,11 +150,6 @@ def elements_of(parameter: torch.Tensor) -> int:
 def shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the whole parameter's shape; ZeRO-3 leaves an empty tensor in its place."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def plain_name(name: str) -> str:
-    """Return a parameter's name without the parts that torch's wrappers in the model add."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:

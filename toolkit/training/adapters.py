@@ -9,11 +9,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from toolkit.engines.deepspeed import joined
 from toolkit.engines.tensors import is_partitioned, plain_name, shape_of
@@ -21,11 +19,13 @@ from toolkit.errors import SaveError
 from toolkit.training.arguments import ModelArguments
 from toolkit.training.generation import generation_config_of
 from toolkit.training.methods import Method, embeddings_of
-
-ADAPTER: Final = "default"
-"""peft's name for the adapter of a model that has one."""
-
-ADAPTER_FILE: Final = "adapter_model.safetensors"
+from toolkit.training.weight_files import (
+    ADAPTER,
+    ADAPTER_FILE,
+    adapted_modules,
+    is_turned,
+    write_tensors,
+)
 
 
 def load_for(
@@ -122,22 +122,6 @@ def _targets(model: Any, method: Method) -> list[str]:
     return sorted(last_parts if selected == set(method.layers) else method.layers)
 
 
-def adapted_modules(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the layers with adapters, by name."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer):
-            yield name, module
-
-
-def is_turned(layer: Any) -> bool:
-    """Whether a layer's weights are [inputs, outputs], as GPT-2's are, packed or not."""
-    from transformers.pytorch_utils import Conv1D
-
-    return isinstance(layer, Conv1D) or issubclass(getattr(layer, "source_cls", object), Conv1D)
-
-
 def adapter_config(model: Any) -> Any | None:
     """Return the config of a model's active adapter, or None if the model has no adapter."""
     configs = getattr(model, "peft_config", None)
@@ -181,26 +165,6 @@ def write_adapter(
         if generation is not model.generation_config:  # the base's config would not stop
             generation.save_pretrained(folder)
     PeftConfig.from_pretrained(str(folder))
-
-
-def write_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
-    """Write a safetensors file, and read it again.
-
-    Raises:
-        SaveError: a tensor came back otherwise, in a single bit or as another NaN.
-    """
-    save_file(tensors, file, metadata={"format": "pt"})
-    with safe_open(file, "pt") as written:
-        for name, tensor in tensors.items():
-            if not _same_bytes(written.get_tensor(name), tensor):
-                raise SaveError(f"{name} came back with other values")
-
-
-def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    same_kind = left.dtype == right.dtype and left.shape == right.shape
-    return same_kind and torch.equal(
-        left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8)
-    )
 
 
 def _by_peft_names(model: Any, weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -16,21 +16,18 @@ from toolkit.launching.ranks import quiet
 
 def run(verb: str, folder: Path, *, as_json: bool = False, **settings: Any) -> int:
     """Do what one verb asks for, and return the exit code."""
-    if settings.get("base") is not None:
-        from toolkit.training.arguments import ModelArguments
-        from toolkit.training.model import resolve_model
+    if (base := settings.get("base")) is not None:
+        if not Path(base, "config.json").is_file():  # these take longer to import than most merges
+            from toolkit.training.arguments import ModelArguments
+            from toolkit.training.model import resolve_model
 
-        asked = ModelArguments(model_name_or_path=settings["base"])
-        settings["base"] = Path(resolve_model(asked))
+            base = resolve_model(ModelArguments(model_name_or_path=base))
+        settings["base"] = Path(base)
     if verb in ("convert", "merge"):
         write = convert
         if verb == "merge":
-            from transformers.utils import logging
-
             from toolkit.training.merging import merge as write
 
-            logging.set_verbosity_error()
-            logging.disable_progress_bar()
         print(write(folder, Path(settings.pop("output")), **settings))  # noqa: T201
         return 0
     if verb == "show":

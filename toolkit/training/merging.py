@@ -1,37 +1,58 @@
 """Weights of any checkpoint that can be read, as `from_pretrained` or peft loads them.
 
-Files are written one after the other, and hold whole layers: a model is never whole in memory.
+Bytes are copied from file to file. Where the model's own folder has weights of the same names and
+shapes, nothing of torch is imported. Where adapters are merged, or a family stores several weights
+as one, transformers writes them, and a file's weights are held in memory.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
-
-import torch
+from typing import TYPE_CHECKING, Any, Final
 
 from toolkit.checkpoints.atomic_folder import atomic_folder
 from toolkit.checkpoints.converting import require_room
 from toolkit.checkpoints.reading import model_folder, read_folder
-from toolkit.checkpoints.stored import LORA, Contents, Stored
-from toolkit.checkpoints.torch_files import skeleton, whole_weights
+from toolkit.checkpoints.stored import (
+    DTYPES,
+    LORA,
+    Contents,
+    Stored,
+    write_files,
+    written_dtype,
+)
+from toolkit.checkpoints.torch_files import LOADED, skeleton, whole_weights
 from toolkit.errors import SaveError, UsageError
 from toolkit.launching.generating import ADAPTER_CONFIG
-from toolkit.training.adapters import ADAPTER, ADAPTER_FILE, adapted_modules, write_tensors
-from toolkit.training.saving import OBSOLETE, check_loads, merged_weight, write_weights
+from toolkit.training.weight_files import (
+    ADAPTER,
+    ADAPTER_FILE,
+    OBSOLETE,
+    SHARD_BYTES,
+    adapted_modules,
+    check_loads,
+    merged_weight,
+    write_index,
+    write_weights,
+)
 
-FILE_BYTES: Final = (128 << 20, 4 << 30)
-"""Least and largest size of a file of weights, all of which is held in memory."""
+if TYPE_CHECKING:
+    import torch
+
+FILE_BYTES: Final = (128 << 20, SHARD_BYTES)
+"""Least and largest size of a file of weights that is held in memory."""
 
 FILES: Final = 32
 """Files of a model whose size lies between these."""
 
 COPIED: Final = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
-    *("chat_template.jinja", "generation_config.json", "*.model", "*.tiktoken"),
+    *("chat_template.jinja", "generation_config.json", "*.model", "*.tiktoken", "*.py"),
 )
 """Files beside a model's weights that are the same whatever these are."""
 
@@ -66,36 +87,79 @@ def merge(
         )
     if merge_adapter and not contents.is_adapter:
         raise UsageError(f"{folder} holds no adapter. Leave --merge_adapter out.")
-    wanted = None if dtype is None else getattr(torch, dtype)
     facts = {"strategy": contents.strategy, "step": contents.step}
     alone = contents.is_adapter and not merge_adapter
     tensors = _adapter(contents) if alone else contents.weights
     if merge_adapter:
         tensors = whole_weights(model) or {}
-    require_room(output, sum(_bytes(tensor, wanted) for tensor in tensors.values()))
+    require_room(output, sum(_bytes(tensor, dtype) for tensor in tensors.values()))
     with atomic_folder(output, obsolete=OBSOLETE, **facts) as draft:
         for file in {file for pattern in COPIED for file in model.glob(pattern)}:
             shutil.copyfile(file, draft / file.name)
         if alone:
-            held = {n: _as(t.read(), wanted).clone() for n, t in tensors.items()}
-            write_tensors(held, draft / ADAPTER_FILE)
+            write_files(tensors, draft, ADAPTER_FILE, limit=sys.maxsize, dtype=dtype)
             config = _adapter_config(contents, base, model)
             (draft / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        elif not merge_adapter and _has_same(model, tensors):
+            _copy_model(model, tensors, dtype, draft)
         else:
             weights = ((name, tensor.read()) for name, tensor in tensors.items())
             if merge_adapter:
                 weights = _merged(contents, tensors, _adapter_config(contents, base, model), model)
-            _write_model(skeleton(model), tensors, weights, wanted, draft)
+            _write_model(model, tensors, weights, dtype, draft)
     return output
 
 
+def _has_same(model: Path, tensors: Mapping[str, Stored]) -> bool:
+    """Whether weights have the names and shapes of those in the files of a model.
+
+    By the files in its folder, or by what transformers would write, if it has a config alone.
+    """
+    held: Any = whole_weights(model, LOADED)
+    if held is None:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        whole = skeleton(model)
+        weights = whole.state_dict().items()
+        held = {name: w for name, w in weights if name not in whole.all_tied_weights_keys}
+        held = revert_weight_conversion(whole, held)
+    shapes = ({name: tuple(t.shape) for name, t in each.items()} for each in (held, tensors))
+    return next(shapes) == next(shapes)
+
+
+def _copy_model(
+    model: Path, tensors: Mapping[str, Stored], dtype: str | None, folder: Path
+) -> None:
+    name = "model-{:05}-of-{:05}.safetensors"
+    files = write_files(tensors, folder, name, limit=SHARD_BYTES, dtype=dtype)
+    if len({*files.values()}) == 1:
+        (folder / name.format(1, 1)).rename(folder / "model.safetensors")
+    else:
+        write_index(folder, files, sum(_bytes(tensor, dtype) for tensor in tensors.values()))
+    if not _has_same(folder, tensors):
+        raise SaveError(f"{folder} came back with other weights")
+    dtypes = Counter[str]()
+    for tensor in tensors.values():
+        dtypes[written_dtype(tensor, dtype)] += tensor.elements
+    config = json.loads((model / "config.json").read_bytes())
+    config |= {"dtype": dtypes.most_common(1)[0][0]}
+    for name in ("torch_dtype", "quantization_config"):  # of the files that it stood beside
+        config.pop(name, None)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
 def _write_model(
-    model: Any,
+    base: Path,
     tensors: Mapping[str, Stored],
     weights: Iterator[tuple[str, torch.Tensor]],
-    dtype: torch.dtype | None,
+    dtype: str | None,
     folder: Path,
 ) -> None:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    model = skeleton(base)
     known = {*model.state_dict()}
     if unknown := sorted(tensors.keys() - known):
         raise UsageError(
@@ -114,12 +178,16 @@ def _write_model(
         raise UsageError(f"The checkpoint lacks weights of its model: {error}.") from error
 
 
-def _as(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+def _as(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
+    import torch
+
+    if dtype is None or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(getattr(torch, dtype))
 
 
-def _bytes(tensor: Stored, dtype: torch.dtype | None) -> int:
-    return tensor.nbytes * (dtype or tensor.dtype).itemsize // tensor.dtype.itemsize
+def _bytes(tensor: Stored, dtype: str | None) -> int:
+    return tensor.elements * DTYPES[written_dtype(tensor, dtype)].size
 
 
 # Adapters

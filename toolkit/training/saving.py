@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,35 +24,24 @@ from toolkit.engines.tensors import elements_of, plain_name
 from toolkit.errors import SaveError, sentence_of
 from toolkit.measuring.attestation import gather_objects
 from toolkit.measuring.finite import NOT_FINITE, is_finite
-from toolkit.training.adapters import (
-    adapted_modules,
-    adapter_config,
-    is_turned,
-    write_adapter,
-    write_tensors,
-)
+from toolkit.training.adapters import adapter_config, write_adapter
 from toolkit.training.card import Card
 from toolkit.training.dropout import own_values
 from toolkit.training.generation import generation_config_of
+from toolkit.training.weight_files import (
+    OBSOLETE,
+    SHARD_BYTES,
+    Weights,
+    adapted_modules,
+    check_loads,
+    merged_weight,
+    write_weights,
+)
 
 logger = logging.getLogger(__name__)
 
-SHARD_BYTES: Final = 4 << 30
-"""Largest size of one file of weights."""
-
-INDEX_FILE: Final = "model.safetensors.index.json"
-
-OBSOLETE: Final = (
-    *("model*.safetensors", INDEX_FILE, "pytorch_model*.bin*"),
-    *("adapter_model*.safetensors", "adapter_model*.bin", "adapter_config.json"),
-)
-"""Weights of an earlier save, which transformers would load in place of or beside the new ones."""
-
 BASE: Final = ".base_layer."
 """Part of the names of an adapted layer's original weights."""
-
-Weights = Iterator[tuple[str, torch.Tensor | None]]
-"""Whole weights by name, on the CPU of rank 0 and None on the others."""
 
 
 def save_model(
@@ -223,29 +210,6 @@ def _weights_to_merge(
         yield name, partial(merged_weight, buffer.cpu())
 
 
-def merged_weight(
-    weight: torch.Tensor | None,
-    layer: Any = None,
-    a: torch.Tensor | None = None,
-    b: torch.Tensor | None = None,
-) -> torch.Tensor | None:
-    """Return a weight plus the product of its adapter, computed in fp32.
-
-    The result has the dtype that the weight was loaded in. A 4-bit weight is unpacked first: the
-    adapter was trained beside these unpacked values, not beside the original ones.
-    """
-    if weight is None or a is None or b is None:
-        return weight
-    base = layer.get_base_layer()
-    if getattr(base, "quant_state", None) is not None:
-        from toolkit.training.quantized import dequantised
-
-        weight = dequantised(base, weight).cpu()
-    (adapter,) = layer.active_adapters
-    added = (b.float() @ a.float()) * layer.scaling[adapter]
-    return (weight.float() + (added.T if is_turned(base) else added)).to(weight.dtype)
-
-
 def _on_cpu(backend: Backend, parameter: Any, main: bool) -> torch.Tensor | None:
     """Gather a weight on every rank, and return it on the CPU of rank 0 alone."""
     weight = backend.full_weight(parameter)
@@ -257,80 +221,3 @@ def full_state_dict(accelerator: Any, model: Any) -> dict[str, torch.Tensor]:
     unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
     weights = whole_weights(accelerator, model, unwrapped)
     return {name: tensor for name, tensor in weights if tensor is not None}
-
-
-def write_weights(model: Any, weights: Weights, folder: Path, limit: int) -> str:
-    """Write the weights in files of at most `limit` bytes, and return the dtype that most have.
-
-    A file holds whole layers: some families store several of the model's weights as one.
-    """
-    files: list[dict[str, int]] = []
-    dtypes = Counter[torch.dtype]()
-    held: dict[str, torch.Tensor] = {}
-    layer: dict[str, torch.Tensor] = {}
-    for name, tensor in weights:
-        if tensor is None or tensor.numel() == 0:
-            raise SaveError(f"{name} was gathered empty")
-        if layer and _layer_of(name) != _layer_of(next(reversed(layer))):
-            held |= layer
-            layer = {}
-        layer[name] = tensor
-        if held and _bytes_of(held) + _bytes_of(layer) > limit:
-            files.append(_write_shard(model, held, folder / _part(len(files))))
-            held = {}
-        dtypes[tensor.dtype] += tensor.numel() if tensor.is_floating_point() else 0
-    dtype = str(dtypes.most_common(1)[0][0]).removeprefix("torch.")
-    files.append(_write_shard(model, held | layer, folder / _part(len(files))))
-    if len(files) == 1:
-        (folder / _part(0)).rename(folder / "model.safetensors")
-        return dtype
-    weight_map: dict[str, str] = {}
-    for number, sizes in enumerate(files):
-        file = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
-        (folder / _part(number)).rename(folder / file)
-        weight_map |= dict.fromkeys(sizes, file)
-    index = {
-        "metadata": {"total_size": sum(sum(sizes.values()) for sizes in files)},
-        "weight_map": weight_map,
-    }
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return dtype
-
-
-def _write_shard(model: Any, held: dict[str, torch.Tensor], file: Path) -> dict[str, int]:
-    """Write one file, read it again, and return the bytes of each of its tensors."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    # Some families fuse weights when they load, experts above all.
-    with original_classes(model):
-        reverted = revert_weight_conversion(model, dict(held))
-    converted = {name: tensor.contiguous() for name, tensor in reverted.items()}
-    write_tensors(converted, file)
-    return {name: tensor.nbytes for name, tensor in converted.items()}
-
-
-def check_loads(folder: Path, kind: Any) -> None:
-    """Have transformers match the files' names and shapes with the model's, without reading them.
-
-    Raises:
-        SaveError: naming the first weight that is missing, left over or of another shape.
-    """
-    _, report = kind.from_pretrained(
-        folder, dtype="auto", device_map="meta", output_loading_info=True
-    )
-    for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if report[keys]:
-            raise SaveError(f"{keys} after loading it again: {sorted(map(str, report[keys]))[:3]}")
-
-
-def _layer_of(name: str) -> str:
-    match = re.match(r".*?\.\d+(?=\.)", name)
-    return match[0] if match else name
-
-
-def _bytes_of(tensors: dict[str, torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
-
-
-def _part(number: int) -> str:
-    return f"part-{number}.safetensors"
