@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 
 import pytest
 import torch
@@ -199,6 +200,18 @@ def test_tensors_that_lie_in_any_way_come_back(tmp_path):
     assert_same(read_folder(tmp_path).weights, tensors)
     torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     with pytest.raises(NotWhole, match=r"1\.6 or later did not write it"):
+        read_folder(tmp_path)
+
+
+def test_a_file_that_was_packed_again_is_refused(tmp_path):
+    torch.save({"weight": torch.zeros(64)}, tmp_path / "plain")
+    with (
+        zipfile.ZipFile(tmp_path / "plain") as plain,
+        zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    with pytest.raises(NotWhole, match="compressed"):
         read_folder(tmp_path)
 
 

@@ -373,6 +373,8 @@ def load_plain(file: Path, begin: int = 0, length: int | None = None) -> Any:
             places: dict[str, Span] = {}
             with zipfile.ZipFile(archive) as members:
                 for member in members.infolist():
+                    if member.compress_type != zipfile.ZIP_STORED:
+                        raise ValueError("It is compressed, as torch.save writes no file.")
                     at = member.header_offset
                     at += 30 + sum(struct.unpack("<HH", mapped[at + 26 : at + 30]))
                     span = Span(file, at, member.file_size)
