@@ -46,7 +46,13 @@ def faults_of(versions: Mapping[str, str] | None = None, *, loud: bool = False) 
 
 def met(settings: Settings, versions: Mapping[str, str] | None = None) -> list[Fault]:
     """Return the faults of the releases that a config meets."""
-    return [fault for fault in faults_of(versions) if _is_met(fault.get("where", {}), settings)]
+    return [fault for fault in faults_of(versions) if is_met(fault, settings)]
+
+
+def is_met(fault: Fault, settings: Settings) -> bool:
+    """Return whether a config meets a fault of its releases."""
+    where: dict[str, list[Any]] = fault.get("where", {})
+    return all(settings.get(name) in (None, *allowed) for name, allowed in where.items())
 
 
 def sentence(fault: Fault, versions: Mapping[str, str] | None = None) -> str:
@@ -131,7 +137,3 @@ def _contains(specifier: str, version: str | None) -> bool:
         )
     except InvalidVersion:
         return False
-
-
-def _is_met(where: Mapping[str, list[Any]], settings: Settings) -> bool:
-    return all(settings.get(name) in (None, *allowed) for name, allowed in where.items())

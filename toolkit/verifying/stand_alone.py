@@ -4,22 +4,20 @@ It runs under any release since DeepSpeed 0.16, so nothing of the toolkit is imp
 are imported once; then each cell is forked from this process as two ranks, over NCCL where there
 are two GPUs, else over gloo: a cell that breaks a library or hangs leaves the next one alone.
 
-A rank trains a small Llama by SGD with learning rate 1, so that the update is the gradient. Before
-each step the weights are gathered; rank 0 computes in plain torch, as one process, what the step
-must do to them.
+A rank trains a small Llama, mostly by SGD with learning rate 1, so that the update is the gradient.
+Before each step the weights are gathered; rank 0 computes in plain torch, as one process, what the
+step must do to them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import importlib
 import inspect
 import json
 import math
 import multiprocessing
-import multiprocessing.connection
 import os
 import platform
 import shutil
@@ -27,6 +25,8 @@ import socket
 import sys
 import time
 import traceback
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from glob import glob
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -38,11 +38,12 @@ Cell = dict[str, Any]
 Weights = dict[str, Any]
 
 GIVEN: dict[str, Any] = {}
-"""The cells, whether defaults are asked for, and the settings that all cells share."""
+"""What `verify.py` sends: the cells, and the settings that they share, from cells.toml."""
 
 RANKS = 2
 ROWS, LENGTH, VOCABULARY = 2, 12, 64
 PACKAGES = ("torch", "accelerate", "transformers", "deepspeed", "peft")
+CPU_ADAM = "deepspeed's CPU Adam"
 NEEDS = {
     "deepspeed": [],
     "loop": ["accelerate", "accelerate.utils.fsdp_utils"],
@@ -57,7 +58,7 @@ SIZE = 0.03
 """Limit in bf16 of the size of an update along the true one: rounding goes in all directions."""
 
 NORM = {EXACT: 1e-3, ROUNDED: 0.02}
-SECONDS = 40.0
+SECONDS, SECONDS_OF_A_BUILD = 40.0, 600.0
 
 
 class Wrong(Exception):
@@ -74,18 +75,16 @@ def main(cells_file: str, results_file: str) -> None:
     torch.set_num_threads(1)
     on_gpus = torch.cuda.device_count() >= RANKS
     if not on_gpus:
-        os.environ |= {
-            "CUDA_VISIBLE_DEVICES": "",
-            "DS_ACCELERATOR": "cpu",
-            "LOCAL_SIZE": str(RANKS),
-        }
-        os.environ |= {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_BYPASS_DEVICE_MAP": "true"}
+        os.environ |= GIVEN["environment_on_cpu"]
     missing: dict[str, str] = {}
     for name in dict.fromkeys(name for cell in GIVEN["cells"] for name in needs(cell)):
         try:
-            importlib.import_module(name)
+            if name == CPU_ADAM:  # a cell has no time for a compiler
+                forked(build_cpu_adam, [()], SECONDS_OF_A_BUILD)
+            else:
+                importlib.import_module(name)
         except Exception as error:
-            missing[name] = f"{name}: {type(error).__name__}: {error}"
+            missing[name] = f"{name}: {in_words(error)}"
     if not on_gpus:
         act_on_cpu()
     gc.freeze()
@@ -95,8 +94,7 @@ def main(cells_file: str, results_file: str) -> None:
             file.write(json.dumps(value) + "\n")
             file.flush()
 
-        moving = defaults() if GIVEN["defaults"] else {}
-        write(versions=versions(), transport="nccl" if on_gpus else "gloo", defaults=moving)
+        write(versions=versions(), transport="nccl" if on_gpus else "gloo", defaults=defaults())
         for cell in GIVEN["cells"]:
             started = time.monotonic()
             absent = [missing[name] for name in needs(cell) if name in missing]
@@ -115,28 +113,29 @@ def versions() -> dict[str, str]:
 
 
 def needs(cell: Cell) -> list[str]:
-    deepspeed = ["deepspeed", "transformers.integrations.deepspeed"] if "stage" in cell else []
-    return [*NEEDS[cell["through"]], *deepspeed, *(["peft"] if "lora" in cell else [])]
+    deepspeed = ["deepspeed", "transformers.integrations.deepspeed"] if "deepspeed" in cell else []
+    native = [CPU_ADAM] if "adam" in cell else []
+    return [*NEEDS[cell["through"]], *deepspeed, *native, *(["peft"] if "lora" in cell else [])]
+
+
+def build_cpu_adam() -> None:
+    importlib.import_module("deepspeed.ops.op_builder").CPUAdamBuilder().load(verbose=False)
 
 
 def defaults() -> dict[str, str]:
-    """Return defaults that a config leaves to the libraries, by name."""
+    """Return the defaults that are asked for, by name."""
     found: dict[str, Any] = {}
-    accelerate = ("FullyShardedDataParallelPlugin", "DeepSpeedPlugin", "DataLoaderConfiguration")
-    with contextlib.suppress(Exception):
-        classes = [
-            getattr(importlib.import_module("accelerate.utils"), name) for name in accelerate
-        ]
-        for one in [*classes, importlib.import_module("transformers").TrainingArguments]:
-            found |= {f"{one.__name__}.{f.name}": f.default for f in dataclasses.fields(one)}
-        arguments = inspect.signature(importlib.import_module("accelerate").Accelerator).parameters
-        found |= {f"Accelerator.{name}": one.default for name, one in arguments.items()}
-    with contextlib.suppress(Exception):
-        from deepspeed.runtime.config import DeepSpeedConfig
-
-        for stage in (2, 3):
-            given = {"train_batch_size": 1, "zero_optimization": {"stage": stage}}
-            for name, value in vars(DeepSpeedConfig(given | {"bf16": {"enabled": True}})).items():
+    for module, name in GIVEN["defaults"].get("of", ()):
+        with contextlib.suppress(Exception):
+            function = getattr(importlib.import_module(module), name)
+            arguments = inspect.signature(function).parameters
+            found |= {f"{name}.{argument}": one.default for argument, one in arguments.items()}
+    for stage in GIVEN["defaults"].get("deepspeed_stages", ()):
+        given = {"train_batch_size": 1, "zero_optimization": {"stage": stage}}
+        with contextlib.suppress(Exception):
+            configs = importlib.import_module("deepspeed.runtime.config")
+            config = configs.DeepSpeedConfig(given | {"bf16": {"enabled": True}})
+            for name, value in vars(config).items():
                 parts = vars(value) if hasattr(value, "model_dump") else {"": value}
                 place = f"deepspeed stage {stage}: {name}"
                 found |= {f"{place}.{part}".rstrip("."): one for part, one in parts.items()}
@@ -145,57 +144,63 @@ def defaults() -> dict[str, str]:
 
 
 def run(cell: Cell, place: str) -> dict[str, Any]:
-    """Fork the ranks of a cell, and return what the first one found that is not right."""
+    """Fork the ranks of a cell, and return what they found."""
     os.makedirs(place)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=in_rank, args=(cell, at, port, place)) for at in range(RANKS)]
-    for rank in ranks:
-        rank.start()
-    give_up = time.monotonic() + SECONDS
-    while (alive := [rank for rank in ranks if rank.is_alive()]) and time.monotonic() < give_up:
-        multiprocessing.connection.wait([rank.sentinel for rank in alive], 0.5)
-        if any(rank.exitcode for rank in ranks):
-            give_up = min(give_up, time.monotonic() + 3)  # it may say something better
-    late = [at for at, rank in enumerate(ranks) if rank.is_alive()]
-    for rank in ranks:
-        rank.kill()
-        rank.join()
-    codes = [rank.exitcode for rank in ranks]
-    words = f"rank {late[0]} did not end" if late else f"the ranks ended with {codes}"
-    found: list[dict[str, Any]] = []
-    for at in range(RANKS):
-        with contextlib.suppress(OSError, ValueError), open(f"{place}/{at}.json") as file:
-            found.append(json.load(file))
-    if any(codes):
-        found.append({"answer": "raised", "words": words})
-    shutil.rmtree(place)
-    return next((one for one in found if one["answer"] != "right"), found[0])
-
-
-def in_rank(cell: Cell, rank: int, port: int, place: str) -> None:
-    """Become a rank of a cell, write what it found, and leave."""
-    code = 1
     try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
-        os.environ |= {name: str(RANKS) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        try:
-            found = {"answer": "right", **CELLS[cell["through"]](cell, place)}
-        except Wrong as error:
-            found = {"answer": "wrong", "words": str(error)}
-        except BaseException as error:
-            traceback.print_exc()
-            words = " ".join(f"{type(error).__name__}: {error}".split())
-            found = {"answer": "raised", "words": words[:400]}
-        code = int(found["answer"] == "raised")
-        with open(f"{place}/{rank}.json", "w", encoding="utf-8") as file:
-            json.dump(found, file)
+        ranks = [(cell, rank, port, place) for rank in range(RANKS)]
+        return {"answer": "right", **forked(in_rank, ranks, SECONDS)}
+    except Wrong as error:
+        return {"answer": "wrong", "words": str(error)}
+    except Exception as error:
+        return {"answer": "raised", "words": in_words(error)}
     finally:
-        os._exit(code)
+        shutil.rmtree(place)
+
+
+def forked(function: Any, arguments: list[Any], seconds: float) -> Any:
+    """Call a function in a forked process for each arguments, and return what the first gave.
+
+    Raises:
+        Exception: what the first of them raised; the others are ended then.
+        TimeoutError: not all were done in time.
+    """
+    with ProcessPoolExecutor(len(arguments), multiprocessing.get_context("fork")) as pool:
+        calls = [pool.submit(function, *one) for one in arguments]
+        done, late = wait(calls, seconds, FIRST_EXCEPTION)
+        for process in multiprocessing.active_children():
+            process.kill()
+    for call in done:
+        call.result()
+    if late:
+        at = min(calls.index(call) for call in late)
+        raise TimeoutError(f"rank {at} was not done after {seconds:g} seconds")
+    return calls[0].result()
+
+
+def in_words(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
+
+
+class Raised(Exception):
+    """An error of a library, which may not go from process to process as it is."""
+
+
+def in_rank(cell: Cell, rank: int, port: int, place: str) -> dict[str, Any]:
+    """Become a rank of a cell, and return what it measured."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
+    os.environ |= {name: str(RANKS) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        return CELLS[cell["through"]](cell, place)
+    except Wrong:
+        raise
+    except BaseException as error:
+        traceback.print_exc()
+        raise Raised(in_words(error)) from None
 
 
 def act_on_cpu() -> None:
@@ -218,7 +223,7 @@ def act_on_cpu() -> None:
             vars(importlib.import_module(module))["is_torch_bf16_gpu_available"] = lambda: True
 
 
-# What every cell has: a model, batches, the truth and the judge.
+# What every cell has: a model, batches, an optimizer, the truth and the judge.
 
 
 def model_of(cell: Cell, seed: int = 0) -> Any:
@@ -234,20 +239,17 @@ def model_of(cell: Cell, seed: int = 0) -> Any:
     if cell.get("lora"):
         from peft import LoraConfig, get_peft_model
 
-        targets = ["q_proj", "v_proj", "down_proj"]
-        # Otherwise B is zero, and so is the gradient of A.
-        lora = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
-        model = get_peft_model(model, lora)
+        model = get_peft_model(model, LoraConfig(**GIVEN["lora"]))
     if "reentrant" in cell:
         model.gradient_checkpointing_enable({"use_reentrant": cell["reentrant"]})
         model.enable_input_require_grads()
     return model.train()
 
 
-def batch_of(step: int, micro: int, rank: int) -> dict[str, Any]:
+def batch_of(step: int, micro: int, rank: int, device: Any = "cpu") -> dict[str, Any]:
     """Return the rows of a rank."""
     chance = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
-    tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=chance)
+    tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=chance).to(device)
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
@@ -256,6 +258,16 @@ def plain(name: str) -> str:
     for part in ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module."):
         name = name.replace(part, "")
     return name.removeprefix("module.")
+
+
+def optimizer_of(cell: Cell, parameters: Weights, adam: Any = torch.optim.AdamW) -> Any:
+    """Return the optimizer of a cell: SGD, or a form of AdamW; a second group has half the rate."""
+    every, rate = [*parameters.values()], cell.get("rate", 1.0)
+    groups = [every[::2], every[1::2]] if cell.get("groups") else [every]
+    options = [{"params": group, "lr": rate / n} for n, group in enumerate(groups, 1)]
+    if "adam" in cell:
+        return adam(options, **cell["adam"])
+    return torch.optim.SGD(options, lr=rate, momentum=cell.get("momentum", 0.0))
 
 
 def true_gradients(
@@ -281,107 +293,143 @@ def true_gradients(
     return total
 
 
+def true_update(cell: Cell, weights: Weights, gradients: Weights, state: Weights) -> Weights:
+    """Return what a step of torch's optimizer takes from weights; its state is kept in `state`."""
+    stepped = {name: torch.nn.Parameter(weights[name].clone()) for name in gradients}
+    optimizer = optimizer_of(cell, stepped)
+    if state:
+        optimizer.load_state_dict(state)
+    for name, parameter in stepped.items():
+        parameter.grad = gradients[name]
+    optimizer.step()
+    state.update(optimizer.state_dict())
+    return {name: weights[name] - parameter.detach() for name, parameter in stepped.items()}
+
+
 def norm_of(tensors: Any) -> float:
     return math.sqrt(sum(float(one.double().square().sum()) for one in tensors))
 
 
-def judge(
-    cell: Cell, step: int, weights: list[Weights], gradients: Weights, norm: Any, rates: Any
-) -> dict[str, float]:
-    """Hold the update of a step against the true one.
-
-    Raises:
-        Wrong: it is another one.
-    """
-    exact = "precision" not in cell
-    limit = EXACT if exact else ROUNDED
-    true_norm = norm_of(gradients.values())
-    scale = min(1.0, cell.get("clip", math.inf) / (true_norm + 1e-6))
-    truth = {name: scale * rates.get(name, 1.0) * one for name, one in gradients.items()}
-    update = {name: one - weights[1][name] for name, one in weights[0].items()}
-    if moved := [name for name in update.keys() - truth.keys() if update[name].any()]:
-        raise Wrong(f"step {step}: {moved[0]} is frozen, and was changed")
-    off = {name: norm_of([update[name] - one]) for name, one in truth.items()}
-    size = norm_of(truth.values())
-    error = math.hypot(*off.values()) / size
-    along = sum(float((update[name] * one).sum()) for name, one in truth.items()) / size**2
-    if not error <= limit or (not exact and abs(along - 1) > SIZE):
-        raise Wrong(
-            f"step {step}: the update misses the true one by {error:.3g} of its size, and has "
-            f"{along:.3g} of its size; most in {max(off, key=lambda name: off[name])}"
-        )
-    if norm is not None and abs(float(norm) / true_norm - 1) > NORM[limit]:
-        raise Wrong(f"step {step}: the norm {norm:.6g} of the gradients is {true_norm:.6g}")
-    return {"error": error, "size": along, "norm": true_norm}
-
-
-def worst(every: list[dict[str, float]]) -> dict[str, float]:
-    """Return what was measured at the last step, with the largest error of all."""
-    dist.barrier()
-    return every[-1] | {"error": max(one["error"] for one in every)} if every else {}
-
-
-class Engine:
-    """A model as a backend trains it."""
-
-    model: Any
+class Judge:
+    """It holds the updates of a training against the true ones."""
 
     def __init__(self, cell: Cell) -> None:
-        self.cell = cell
+        self.cell, self.is_exact = cell, "precision" not in cell
+        self.limit = EXACT if self.is_exact else ROUNDED
+        self.state: Weights = {}
+        self.measured: list[dict[str, float]] = []
 
-    def made_optimizer(self, model: Any) -> Any:
-        """Return SGD with learning rate 1; where the cell has groups, 0.5 for the second one."""
-        every = [(plain(name), p) for name, p in model.named_parameters() if p.requires_grad]
-        groups = [every[::2], every[1::2]] if self.cell.get("groups") else [every]
-        self.rates = {name: 1.0 / n for n, group in enumerate(groups, 1) for name, _ in group}
-        options = [{"params": [p for _, p in g], "lr": self.rates[g[0][0]]} for g in groups]
-        return torch.optim.SGD(options, lr=1.0, momentum=self.cell.get("momentum", 0.0))
+    def step(self, before: Weights, after: Weights, gradients: Weights, norm: Any = None) -> None:
+        """Judge the next step.
+
+        Raises:
+            Wrong: it is another one than that of one process.
+        """
+        step = f"step {len(self.measured) + self.cell.get('judged_from', 0) + 1}"
+        true_norm = norm_of(gradients.values())
+        scale = min(1.0, self.cell.get("clip", math.inf) / (true_norm + 1e-6))
+        clipped = {name: scale * one for name, one in gradients.items()}
+        truth = true_update(self.cell, before, clipped, self.state)
+        update = {name: one - after[name] for name, one in before.items()}
+        if moved := [name for name in update.keys() - truth.keys() if update[name].any()]:
+            raise Wrong(f"{step}: {moved[0]} is frozen, and was changed")
+        off = {name: norm_of([update[name] - one]) for name, one in truth.items()}
+        size = norm_of(truth.values())
+        error = math.hypot(*off.values()) / size
+        along = sum(float((update[name] * one).sum()) for name, one in truth.items()) / size**2
+        if not error <= self.limit or (not self.is_exact and abs(along - 1) > SIZE):
+            raise Wrong(
+                f"{step}: the update misses the true one by {error:.3g} of its size, and has "
+                f"{along:.3g} of its size; most in {max(off, key=lambda name: off[name])}"
+            )
+        if norm is not None and not abs(float(norm) / true_norm - 1) <= NORM[self.limit]:
+            raise Wrong(f"{step}: the norm {norm:.6g} of the gradients is {true_norm:.6g}")
+        self.measured.append({"error": error, "size": along, "norm": true_norm})
+
+    def result(self) -> dict[str, float]:
+        """Return what was measured at the last step, with the largest error of all."""
+        dist.barrier()
+        every = self.measured
+        return every[-1] | {"error": max(one["error"] for one in every)} if every else {}
 
 
-def deepspeed_config(cell: Cell) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": cell["stage"], "stage3_param_persistence_threshold": 0}
-    if "offload" in cell:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
-    if cell.get("offload") == "all":
-        zero["offload_param"] = {"device": "cpu", "pin_memory": False}
-    if "bucket" in cell:
-        zero |= {"reduce_bucket_size": cell["bucket"], "allgather_bucket_size": cell["bucket"]}
-    if "overlap" in cell:
-        zero["overlap_comm"] = cell["overlap"]
-    config = GIVEN["deepspeed"] | {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": cell.get("accumulation", 1),
-        "gradient_clipping": cell.get("clip", 0.0),
-        "bf16": {"enabled": cell.get("precision") == "bf16"},
-        "zero_optimization": zero,
-    }
-    if "accumulates_in" in cell:
-        config["data_types"] = {"grad_accum_dtype": cell["accumulates_in"]}
-    if "scheduler" in cell:
-        config["scheduler"] = cell["scheduler"]
-    return config
+class DeepSpeed:
+    """A model in DeepSpeed's engine."""
 
-
-class DeepSpeed(Engine):
     def __init__(self, cell: Cell, seed: int = 0) -> None:
         import deepspeed
 
-        super().__init__(cell)
         deepspeed.init_distributed()
-        self.model = model_of(cell, seed)
-        optimizer, config = self.made_optimizer(self.model), deepspeed_config(cell)
-        made = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
+        model = model_of(cell, seed)
+        native = getattr(deepspeed.ops.adam, "DeepSpeedCPUAdam", None)
+        optimizer = optimizer_of(cell, trained(model), native)
+        made = deepspeed.initialize(model=model, optimizer=optimizer, config=cell["deepspeed"])
         self.engine: Any = made[0]
+        self.model, self.device = model, self.engine.device
 
     def step(self, batches: list[Any]) -> Any:
         for batch in batches:
-            inputs = {name: one.to(self.engine.device) for name, one in batch.items()}
-            self.engine.backward(self.engine(**inputs).loss)
+            self.engine.backward(self.engine(**batch).loss)
             self.engine.step()
         return self.engine.get_global_grad_norm()
 
     def keep(self, verb: str, place: str) -> None:
         getattr(self.engine, f"{verb}_checkpoint")(place, tag="one")
+
+
+class Loop:
+    """A model in a loop with an Accelerator."""
+
+    def __init__(self, cell: Cell, seed: int = 0) -> None:
+        from accelerate import Accelerator, DeepSpeedPlugin
+
+        self.cell = cell
+        options: dict[str, Any] = {"gradient_accumulation_steps": cell.get("accumulation", 1)}
+        if "deepspeed" in cell:
+            options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=cell["deepspeed"])
+        else:
+            options["mixed_precision"] = "bf16" if "precision" in cell else "no"
+        if "fsdp" in cell:
+            options["fsdp_plugin"] = self.plugin = fsdp_plugin(cell)
+        self.accelerator = Accelerator(**options)
+        model = model_of(cell, seed)
+        optimizer = optimizer_of(cell, trained(model))
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.device = self.accelerator.device
+
+    def step(self, batches: list[Any]) -> Any:
+        norm: Any = None
+        for batch in batches:
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(self.model(**batch).loss)
+                if self.accelerator.sync_gradients:
+                    clip = self.cell.get("clip", math.inf)
+                    norm = self.accelerator.clip_grad_norm_(self.model.parameters(), clip)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def keep(self, verb: str, place: str) -> None:
+        if not self.cell.get("lora"):
+            return getattr(self.accelerator, f"{verb}_state")(place)
+        # As the Trainer does for adapters.
+        function = getattr(importlib.import_module("accelerate.utils"), f"{verb}_fsdp_model")
+        function(self.plugin, self.accelerator, self.model, place, adapter_only=True)
+
+
+def fsdp_plugin(cell: Cell) -> Any:
+    from accelerate import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(**GIVEN["fsdp"] | cell["fsdp"])
+    if "cpu_offload" in cell["fsdp"] and not torch.cuda.is_available():
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+    return plugin
+
+
+def trained(model: Any) -> Weights:
+    return {plain(name): p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def weights_of(model: Any) -> Weights:
@@ -406,84 +454,27 @@ def whole_of(parameter: Any) -> Any:
     return full.detach().float().cpu().clone().view(getattr(parameter, "ds_shape", full.shape))
 
 
-class Loop(Engine):
-    """A loop with an Accelerator."""
-
-    def __init__(self, cell: Cell, seed: int = 0) -> None:
-        from accelerate import Accelerator, DeepSpeedPlugin
-
-        super().__init__(cell)
-        options: dict[str, Any] = {"gradient_accumulation_steps": cell.get("accumulation", 1)}
-        if "stage" in cell:
-            options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=deepspeed_config(cell))
-        else:
-            options["mixed_precision"] = "bf16" if "precision" in cell else "no"
-        if "fsdp" in cell:
-            options["fsdp_plugin"] = self.plugin = fsdp_plugin(cell)
-        self.accelerator = Accelerator(**options)
-        model = model_of(cell, seed)
-        optimizer = self.made_optimizer(model)
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-
-    def step(self, batches: list[Any]) -> Any:
-        norm: Any = None
-        for batch in batches:
-            inputs = {name: one.to(self.accelerator.device) for name, one in batch.items()}
-            with self.accelerator.accumulate(self.model):
-                self.accelerator.backward(self.model(**inputs).loss)
-                if self.accelerator.sync_gradients:
-                    clip = self.cell.get("clip", math.inf)
-                    norm = self.accelerator.clip_grad_norm_(self.model.parameters(), clip)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-
-    def keep(self, verb: str, place: str) -> None:
-        if not self.cell.get("lora"):
-            return getattr(self.accelerator, f"{verb}_state")(place)
-        # As the Trainer does for adapters.
-        function = getattr(importlib.import_module("accelerate.utils"), f"{verb}_fsdp_model")
-        function(self.plugin, self.accelerator, self.model, place, adapter_only=True)
-
-
-def fsdp_plugin(cell: Cell) -> Any:
-    from accelerate import FullyShardedDataParallelPlugin
-
-    plugin = FullyShardedDataParallelPlugin(
-        reshard_after_forward=cell.get("reshard", True),
-        activation_checkpointing=cell.get("checkpointing", False),
-        state_dict_type=cell.get("saved_as", "SHARDED_STATE_DICT"),
-        cpu_offload="offload" in cell,
-        **GIVEN["fsdp"],
-    )
-    if "offload" in cell and not torch.cuda.is_available():
-        from torch.distributed.fsdp import CPUOffloadPolicy
-
-        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
-    return plugin
-
-
 def step_cell(cell: Cell, place: str, engine: type[Any]) -> dict[str, Any]:
     """Train, and hold each step against one process."""
     if "resumes" in cell:
         return resumed_cell(cell, place, engine)
-    made, micros, every = engine(cell), range(cell.get("accumulation", 1)), []
+    made, judge, rank = engine(cell), Judge(cell), dist.get_rank()
+    micros = range(cell.get("accumulation", 1))
     for step in range(cell.get("steps", 2)):
         before = weights_of(made.model)
-        norm = made.step([batch_of(step, micro, dist.get_rank()) for micro in micros])
-        weights = [before, weights_of(made.model)]
-        if dist.get_rank() == 0 and step >= cell.get("judged_from", 0):
-            batches = [batch_of(step, micro, rank) for micro in micros for rank in range(RANKS)]
-            gradients = true_gradients(cell, before, batches)
-            every.append(judge(cell, step + 1, weights, gradients, norm, made.rates))
+        norm = made.step([batch_of(step, micro, rank, made.device) for micro in micros])
+        after = weights_of(made.model)
+        if rank == 0 and step >= cell.get("judged_from", 0):
+            batches = [batch_of(step, micro, one) for micro in micros for one in range(RANKS)]
+            judge.step(before, after, true_gradients(cell, before, batches), norm)
         dist.barrier()
-    return worst(every)
+    return judge.result()
 
 
 def resumed_cell(cell: Cell, place: str, engine: type[Any]) -> dict[str, Any]:
     """Train two steps, save between them, load into another model and do the second again."""
     made = engine(cell)
-    first, second = (batch_of(step, 0, dist.get_rank()) for step in (0, 1))
+    first, second = (batch_of(step, 0, dist.get_rank(), made.device) for step in (0, 1))
     made.step([first])
     saved = weights_of(made.model)
     made.keep("save", place)
@@ -491,17 +482,18 @@ def resumed_cell(cell: Cell, place: str, engine: type[Any]) -> dict[str, Any]:
     again = engine(cell, seed=1)
     again.keep("load", place)
     dist.barrier()
-    error = difference(saved, again, "loaded")
+    error = difference(saved, weights_of(again.model), trained(again.model), "loaded")
     if cell["resumes"] == "state":
         again.step([second])
-        error = max(error, difference(weights_of(made.model), again, "of the next step"))
+        words, wanted = "of the next step", weights_of(made.model)
+        found = difference(wanted, weights_of(again.model), trained(again.model), words)
+        error = max(error, found)
     return {"error": error}
 
 
-def difference(wanted: Weights, engine: Any, words: str) -> float:
+def difference(wanted: Weights, found: Weights, names: Any, words: str) -> float:
     """Return how far trained weights are off; Wrong if they are."""
-    found = weights_of(engine.model)
-    off = {n: norm_of([wanted[n] - found[n]]) / norm_of([wanted[n]]) for n in engine.rates}
+    off = {n: norm_of([wanted[n] - found[n]]) / norm_of([wanted[n]]) for n in names}
     wrong = sorted((name for name in off if not off[name] <= EXACT), key=lambda n: -off[n])
     if wrong:
         raise Wrong(
@@ -515,51 +507,72 @@ def trainer_cell(cell: Cell, place: str) -> dict[str, Any]:
     """Train two steps with the Trainer, on rows with different numbers of tokens to learn."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    settings: dict[str, Any] = {}
-    if "stage" in cell:
-        settings["deepspeed"] = deepspeed_config(cell)
+    accumulation = cell.get("accumulation", 1)
+    settings = GIVEN["trainer"] | {
+        "gradient_accumulation_steps": accumulation,
+        "max_grad_norm": cell.get("clip", 0.0),
+        "per_device_train_batch_size": ROWS,
+        "deepspeed": cell.get("deepspeed"),
+    }
     if "fsdp" in cell:
-        os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-        layers = GIVEN["fsdp"]["transformer_cls_names_to_wrap"]
-        settings["fsdp"] = "full_shard auto_wrap"
-        settings["fsdp_config"] = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": layers}
-    settings["gradient_accumulation_steps"] = cell.get("accumulation", 1)
-    settings["max_grad_norm"] = cell.get("clip", 0.0)
-    settings["per_device_train_batch_size"] = ROWS
+        os.environ |= GIVEN["environment_of_fsdp"]
+        settings |= GIVEN["trainer_fsdp"]
     rows: list[Any] = []
-    for at in range(RANKS * 2 * ROWS * settings["gradient_accumulation_steps"]):
+    for at in range(RANKS * ROWS * cell.get("micros", 2 * accumulation)):
         row = {name: one[0] for name, one in batch_of(at, 0, 0).items()}
         row["labels"][: 1 + 3 * at % (LENGTH - 2)] = -100
         rows.append(row)
-    seen: list[Any] = []
-    states: list[Any] = []
+    steps: list[list[Any]] = []
 
     class Watch(TrainerCallback):
-        def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
-            states.append((weights_of(model), list(seen)))
-            seen.clear()
+        def on_step_begin(self, *_: Any, model: Any, **__: Any) -> None:
+            steps.append([weights_of(model), []])
 
-        def on_step_begin(self, *given: Any, **named: Any) -> None:
-            if not states:
-                self.on_step_end(*given, **named)
+        def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+            steps[-1].append(weights_of(model))
 
     class Seeing(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
-            seen.append({n: inputs[n].cpu().clone() for n in ("input_ids", "labels")})
+            steps[-1][1].append({n: inputs[n].cpu().clone() for n in ("input_ids", "labels")})
             return super().compute_loss(model, inputs, *rest, **named)
 
-    arguments = TrainingArguments(place, **GIVEN["trainer"], **settings)
     given: dict[str, Any] = {"train_dataset": rows, "callbacks": [Watch()]}
-    Seeing(model=model_of(cell), args=arguments, **given).train()
-    every: list[Any] = []
-    for step in (1, 2):
+    trainer = Seeing(model=model_of(cell), args=TrainingArguments(place, **settings), **given)
+    trainer.train()
+    judge = Judge(cell)
+    for before, seen, after in steps:
         everywhere: list[Any] = [None] * RANKS
-        dist.all_gather_object(everywhere, states[step][1])
-        weights = [states[step - 1][0], states[step][0]]
+        dist.all_gather_object(everywhere, seen)
         if dist.get_rank() == 0:
-            gradients = true_gradients(cell, weights[0], sum(everywhere, []), tokens=True)
-            every.append(judge(cell, step, weights, gradients, None, {}))
-    return worst(every)
+            gradients = true_gradients(cell, before, sum(everywhere, []), tokens=True)
+            judge.step(before, after, gradients)
+    if cell.get("saves"):
+        trainer.save_model(place)
+        if dist.get_rank() == 0:
+            compare(steps[-1][2], saved_in(place), [*trained(trainer.model)], "saved")
+    return judge.result()
+
+
+def saved_in(folder: str) -> Weights:
+    """Return the weights of a saved model, under the names that they have in training."""
+    from safetensors.torch import load_file
+
+    saved = {
+        n: one for file in glob(f"{folder}/*.safetensors") for n, one in load_file(file).items()
+    }
+    return {
+        name.replace(".weight", ".default.weight") if "lora_" in name else name: one
+        for name, one in saved.items()
+    }
+
+
+def compare(wanted: Weights, found: Weights, names: Any, verb: str) -> None:
+    """Compare all weights to the bit; Wrong if one is another, or none."""
+    for name in names:
+        if name not in found:
+            raise Wrong(f"{name} was not {verb}")
+        if not torch.equal(wanted[name], found[name]):
+            raise Wrong(f"{name} was {verb} with other values, or in another shape")
 
 
 def load_cell(cell: Cell, place: str) -> dict[str, Any]:
@@ -576,14 +589,10 @@ def load_cell(cell: Cell, place: str) -> dict[str, Any]:
     if dist.get_rank() == 0:
         model.save_pretrained(place)
     dist.barrier()
-    keep = HfDeepSpeedConfig(deepspeed_config(cell))
+    keep = HfDeepSpeedConfig(cell["deepspeed"])
     wanted, found = weights_of(model), weights_of(type(model).from_pretrained(place))
     del keep
-    if wanted.keys() != found.keys():
-        raise Wrong(f"other parameters were loaded: {min(wanted.keys() ^ found.keys())}")
-    for name, one in wanted.items():
-        if not torch.equal(one, found[name]):
-            raise Wrong(f"{name} was loaded with other values than those that were saved")
+    compare(wanted, found, [*wanted], "loaded")
     return {"error": 0.0}
 
 

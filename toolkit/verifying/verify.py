@@ -77,8 +77,24 @@ def table() -> dict[str, Any]:
 
 @cache
 def all_cells() -> dict[str, Cell]:
-    """Return the cells by name, in their order."""
-    return {cell["name"]: cell for cell in table()["cell"]}
+    """Return the cells by name, in their order, each with the DeepSpeed config that it needs."""
+    return {
+        cell["name"]: cell | ({"deepspeed": _deepspeed_config(cell)} if "stage" in cell else {})
+        for cell in table()["cell"]
+    }
+
+
+def _deepspeed_config(cell: Cell) -> dict[str, Any]:
+    shared = table()["deepspeed"]
+    zero = shared["zero_optimization"] | {"stage": cell["stage"], **cell.get("zero", {})}
+    return {
+        **shared,
+        "gradient_accumulation_steps": cell.get("accumulation", 1),
+        "gradient_clipping": cell.get("clip", 0.0),
+        "bf16": {"enabled": cell.get("precision") == "bf16"},
+        "zero_optimization": zero,
+        **cell.get("config", {}),
+    }
 
 
 def verify(
@@ -142,7 +158,7 @@ def run_cells(cells: Sequence[Cell], python: str | None = None, *, defaults: boo
     left_out = [n for n in os.environ if n.startswith(("ACCELERATE_", "FSDP_", "PYTHONPATH"))]
     with tempfile.TemporaryDirectory(prefix="toolkit-verify-") as folder, signals_as_exit():
         request, results, log = (Path(folder, n) for n in ("cells.json", "results", "log"))
-        given = table() | {"cells": cells, "defaults": defaults}
+        given = table() | {"cells": cells} | ({} if defaults else {"defaults": {}})
         request.write_text(json.dumps(given), encoding="utf-8")
         # The supervisor finds our packages, and the program only those of its own Python.
         unset = [word for name in {*left_out, "PYTHONPATH"} for word in ("-u", name)]
@@ -174,32 +190,25 @@ def run_cells(cells: Sequence[Cell], python: str | None = None, *, defaults: boo
 
 def faults_of(cell: Cell, answer: str, versions: Mapping[str, str]) -> list[stack.Fault]:
     """Return the known faults of releases that a red cell may show, the most special first."""
-    settings = settings_of(cell)
+    known = stack.faults_of(versions, loud=answer == "raised")
     met = [
         fault
-        for fault in stack.faults_of(versions, loud=answer == "raised")
+        for fault in known
         if cell["name"] in fault.get("cells", [cell["name"]])
-        and ("cells" in fault or all(settings[n] in v for n, v in fault["where"].items()))
+        and ("cells" in fault or stack.is_met(fault, settings_of(cell)))
     ]
     return sorted(met, key=lambda fault: -len(fault["where"]))
 
 
 def settings_of(cell: Cell) -> dict[str, Any]:
     """Return what a cell trains, in the words of `where` of the known faults."""
-    stage = cell.get("stage")
     return {
-        "backend": "fsdp" if "fsdp" in cell else "ddp" if stage is None else "deepspeed",
-        "stage": stage,
-        "offloads": "offload" in cell,
-        "accumulates": "accumulation" in cell,
-        "accumulates_in": cell.get("accumulates_in", "default"),
-        "overlaps": cell.get("overlap", stage == 3),
-        "precision": cell.get("precision", "fp32"),
+        "backend": "fsdp" if "fsdp" in cell else "ddp",
+        **(stack.settings_of_deepspeed(cell["deepspeed"]) if "stage" in cell else {}),
         "engine": cell["through"],
         "adapters": "lora" in cell,
         "reuses": "reused" in cell,
         "resumes": "resumes" in cell,
-        "scheduler": cell.get("scheduler", {}).get("type"),
     }
 
 
