@@ -20,12 +20,13 @@ import math
 import multiprocessing
 import os
 import platform
-import shutil
+import re
 import socket
 import sys
+import tempfile
 import time
 import traceback
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from glob import glob
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -43,13 +44,6 @@ GIVEN: dict[str, Any] = {}
 RANKS = 2
 ROWS, LENGTH, VOCABULARY = 2, 12, 64
 PACKAGES = ("torch", "accelerate", "transformers", "deepspeed", "peft")
-CPU_ADAM = "deepspeed's CPU Adam"
-NEEDS = {
-    "deepspeed": [],
-    "loop": ["accelerate", "accelerate.utils.fsdp_utils"],
-    "trainer": ["accelerate", "transformers.trainer"],
-    "load": ["transformers.models.mixtral.modeling_mixtral"],
-}
 EXACT, ROUNDED = 1e-3, 0.12
 """Limits of an error against the size of the true update: in fp32, and where bf16 rounds it. Sound
 stacks stay below 1e-5 and 0.07."""
@@ -59,6 +53,7 @@ SIZE = 0.03
 
 NORM = {EXACT: 1e-3, ROUNDED: 0.02}
 SECONDS, SECONDS_OF_A_BUILD = 40.0, 600.0
+RIGHT, CPU_ADAM = "right", "native CPU Adam"
 
 
 class Wrong(Exception):
@@ -76,32 +71,23 @@ def main(cells_file: str, results_file: str) -> None:
     on_gpus = torch.cuda.device_count() >= RANKS
     if not on_gpus:
         os.environ |= GIVEN["environment_on_cpu"]
-    missing: dict[str, str] = {}
-    for name in dict.fromkeys(name for cell in GIVEN["cells"] for name in needs(cell)):
-        try:
-            if name == CPU_ADAM:  # a cell has no time for a compiler
-                forked(build_cpu_adam, [()], SECONDS_OF_A_BUILD)
-            else:
-                importlib.import_module(name)
-        except Exception as error:
-            missing[name] = f"{name}: {in_words(error)}"
+    needed = dict.fromkeys(name for cell in GIVEN["cells"] for name in needs(cell))
+    made = {name: judged(importlib.import_module, name) for name in needed if name != CPU_ADAM}
+    if CPU_ADAM in needed:  # a cell has no time for a compiler
+        made[CPU_ADAM] = forked(SECONDS_OF_A_BUILD, build_cpu_adam, [()])
+    missing = {name: one["words"] for name, one in made.items() if one["answer"] != RIGHT}
     if not on_gpus:
         act_on_cpu()
     gc.freeze()
+    found: dict[str, Any] = {"transport": "nccl" if on_gpus else "gloo", "cells": {}}
+    for cell in GIVEN["cells"]:
+        started = time.monotonic()
+        absent = [missing[name] for name in needs(cell) if name in missing]
+        answer = {"answer": "not run", "words": "; ".join(absent)} if absent else run(cell)
+        answer["seconds"] = round(time.monotonic() - started, 2)
+        found["cells"][cell["name"]] = answer
     with open(results_file, "w", encoding="utf-8") as file:
-
-        def write(**value: Any) -> None:
-            file.write(json.dumps(value) + "\n")
-            file.flush()
-
-        write(versions=versions(), transport="nccl" if on_gpus else "gloo", defaults=defaults())
-        for cell in GIVEN["cells"]:
-            started = time.monotonic()
-            absent = [missing[name] for name in needs(cell) if name in missing]
-            found = {"answer": "not run", "words": "; ".join(absent)}
-            if not absent:
-                found = run(cell, f"{results_file}.{cell['name']}")
-            write(cell=cell["name"], seconds=round(time.monotonic() - started, 2), **found)
+        json.dump(found | {"versions": versions(), "defaults": defaults()}, file)
 
 
 def versions() -> dict[str, str]:
@@ -113,24 +99,26 @@ def versions() -> dict[str, str]:
 
 
 def needs(cell: Cell) -> list[str]:
-    deepspeed = ["deepspeed", "transformers.integrations.deepspeed"] if "deepspeed" in cell else []
-    native = [CPU_ADAM] if "adam" in cell else []
-    return [*NEEDS[cell["through"]], *deepspeed, *native, *(["peft"] if "lora" in cell else [])]
+    """Return the modules that a cell needs, and the native code."""
+    words = {cell["through"], *cell}
+    return [name for word in GIVEN["needs"] if word in words for name in GIVEN["needs"][word]]
 
 
 def build_cpu_adam() -> None:
-    importlib.import_module("deepspeed.ops.op_builder").CPUAdamBuilder().load(verbose=False)
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    CPUAdamBuilder().load(verbose=False)
 
 
 def defaults() -> dict[str, str]:
-    """Return the defaults that are asked for, by name."""
+    """Return defaults that a config leaves to the libraries, by name."""
     found: dict[str, Any] = {}
-    for module, name in GIVEN["defaults"].get("of", ()):
+    for module, name in GIVEN["defaults"]["of"]:
         with contextlib.suppress(Exception):
             function = getattr(importlib.import_module(module), name)
             arguments = inspect.signature(function).parameters
             found |= {f"{name}.{argument}": one.default for argument, one in arguments.items()}
-    for stage in GIVEN["defaults"].get("deepspeed_stages", ()):
+    for stage in GIVEN["defaults"]["deepspeed_stages"]:
         given = {"train_batch_size": 1, "zero_optimization": {"stage": stage}}
         with contextlib.suppress(Exception):
             configs = importlib.import_module("deepspeed.runtime.config")
@@ -143,64 +131,55 @@ def defaults() -> dict[str, str]:
     return {name: repr(one) for name, one in found.items() if isinstance(one, plain)}
 
 
-def run(cell: Cell, place: str) -> dict[str, Any]:
+def run(cell: Cell) -> dict[str, Any]:
     """Fork the ranks of a cell, and return what they found."""
-    os.makedirs(place)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    try:
-        ranks = [(cell, rank, port, place) for rank in range(RANKS)]
-        return {"answer": "right", **forked(in_rank, ranks, SECONDS)}
-    except Wrong as error:
-        return {"answer": "wrong", "words": str(error)}
-    except Exception as error:
-        return {"answer": "raised", "words": in_words(error)}
-    finally:
-        shutil.rmtree(place)
+    with tempfile.TemporaryDirectory() as place:
+        return forked(SECONDS, in_rank, [(cell, rank, port, place) for rank in range(RANKS)])
 
 
-def forked(function: Any, arguments: list[Any], seconds: float) -> Any:
-    """Call a function in a forked process for each arguments, and return what the first gave.
+def forked(seconds: float, function: Any, arguments: list[Any]) -> dict[str, Any]:
+    """Call a function in a forked process for each arguments; return the first that is not right.
 
-    Raises:
-        Exception: what the first of them raised; the others are ended then.
-        TimeoutError: not all were done in time.
+    The other processes are ended then.
     """
+    found: dict[str, Any] = {}
     with ProcessPoolExecutor(len(arguments), multiprocessing.get_context("fork")) as pool:
-        calls = [pool.submit(function, *one) for one in arguments]
-        done, late = wait(calls, seconds, FIRST_EXCEPTION)
+        calls = [pool.submit(judged, function, *given) for given in arguments]
+        try:
+            for call in as_completed(calls, seconds):
+                found |= call.result()
+                if found["answer"] != RIGHT:
+                    break
+        except Exception as error:
+            words = f"{type(error).__name__}: a rank was ended, or not done after {seconds:g} s"
+            found = {"answer": "raised", "words": words}
         for process in multiprocessing.active_children():
             process.kill()
-    for call in done:
-        call.result()
-    if late:
-        at = min(calls.index(call) for call in late)
-        raise TimeoutError(f"rank {at} was not done after {seconds:g} seconds")
-    return calls[0].result()
+    return found
 
 
-def in_words(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
-
-
-class Raised(Exception):
-    """An error of a library, which may not go from process to process as it is."""
+def judged(function: Any, *given: Any) -> dict[str, Any]:
+    """Return what a function measures, or how it fails."""
+    try:
+        measured = function(*given)
+        return {"answer": RIGHT} | (measured if isinstance(measured, dict) else {})
+    except Wrong as error:
+        return {"answer": "wrong", "words": str(error)}
+    except BaseException as error:
+        traceback.print_exc()
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        return {"answer": "raised", "words": words[:400]}
 
 
 def in_rank(cell: Cell, rank: int, port: int, place: str) -> dict[str, Any]:
-    """Become a rank of a cell, and return what it measured."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    """Become a rank of a cell, and return what it measures."""
     os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
     os.environ |= {name: str(RANKS) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    try:
-        return CELLS[cell["through"]](cell, place)
-    except Wrong:
-        raise
-    except BaseException as error:
-        traceback.print_exc()
-        raise Raised(in_words(error)) from None
+    return CELLS[cell["through"]](cell, place)
 
 
 def act_on_cpu() -> None:
@@ -218,9 +197,6 @@ def act_on_cpu() -> None:
         # As an attribute of deepspeed.comm, `torch` is torch itself.
         ranks: Any = importlib.import_module("deepspeed.comm.torch")
         ranks.build_shm_op = lambda: None
-    for module in ("transformers.utils", "transformers.training_args"):
-        with contextlib.suppress(ImportError):
-            vars(importlib.import_module(module))["is_torch_bf16_gpu_available"] = lambda: True
 
 
 # What every cell has: a model, batches, an optimizer, the truth and the judge.
@@ -255,9 +231,9 @@ def batch_of(step: int, micro: int, rank: int, device: Any = "cpu") -> dict[str,
 
 def plain(name: str) -> str:
     """Return the name of a parameter without what wraps it."""
-    for part in ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module."):
-        name = name.replace(part, "")
-    return name.removeprefix("module.")
+    return re.sub(
+        r"^module\.|_(checkpoint_wrapped_module|fsdp_wrapped_module|orig_mod)\.", "", name
+    )
 
 
 def optimizer_of(cell: Cell, parameters: Weights, adam: Any = torch.optim.AdamW) -> Any:
@@ -361,8 +337,7 @@ class DeepSpeed:
 
         deepspeed.init_distributed()
         model = model_of(cell, seed)
-        native = getattr(deepspeed.ops.adam, "DeepSpeedCPUAdam", None)
-        optimizer = optimizer_of(cell, trained(model), native)
+        optimizer = optimizer_of(cell, trained(model), deepspeed.ops.adam.DeepSpeedCPUAdam)
         made = deepspeed.initialize(model=model, optimizer=optimizer, config=cell["deepspeed"])
         self.engine: Any = made[0]
         self.model, self.device = model, self.engine.device
@@ -445,12 +420,12 @@ def whole_of(parameter: Any) -> Any:
         from deepspeed.utils import safe_get_full_fp32_param
 
         full = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
-    if full is None:
-        gathered = contextlib.nullcontext()
-        if hasattr(parameter, "ds_id"):
-            gathered = importlib.import_module("deepspeed").zero.GatheredParameters([parameter])
-        with gathered:
-            full = parameter.detach().clone()
+    if full is None and hasattr(parameter, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            full = parameter.clone()
+    full = parameter if full is None else full
     return full.detach().float().cpu().clone().view(getattr(parameter, "ds_shape", full.shape))
 
 
@@ -482,30 +457,37 @@ def resumed_cell(cell: Cell, place: str, engine: type[Any]) -> dict[str, Any]:
     again = engine(cell, seed=1)
     again.keep("load", place)
     dist.barrier()
-    error = difference(saved, weights_of(again.model), trained(again.model), "loaded")
+    names = [*trained(again.model)]
+    error = compare(saved, weights_of(again.model), names, "loaded after a resume")
     if cell["resumes"] == "state":
         again.step([second])
-        words, wanted = "of the next step", weights_of(made.model)
-        found = difference(wanted, weights_of(again.model), trained(again.model), words)
-        error = max(error, found)
+        wanted, found = weights_of(made.model), weights_of(again.model)
+        error = max(error, compare(wanted, found, names, "of the next step after a resume"))
     return {"error": error}
 
 
-def difference(wanted: Weights, found: Weights, names: Any, words: str) -> float:
-    """Return how far trained weights are off; Wrong if they are."""
-    off = {n: norm_of([wanted[n] - found[n]]) / norm_of([wanted[n]]) for n in names}
+def compare(wanted: Weights, found: Weights, names: Any, words: str) -> float:
+    """Return how far weights are off.
+
+    Raises:
+        Wrong: they are others, of another shape, or not there.
+    """
+    off = dict.fromkeys(names, math.inf)
+    for name in names:
+        if name in found and found[name].shape == wanted[name].shape:
+            off[name] = norm_of([wanted[name] - found[name]]) / norm_of([wanted[name]])
     wrong = sorted((name for name in off if not off[name] <= EXACT), key=lambda n: -off[n])
     if wrong:
         raise Wrong(
-            f"the weights {words} after a resume are others in {len(wrong)} of {len(off)} "
-            f"tensors; {wrong[0]} by {off[wrong[0]]:.3g} of its size"
+            f"the weights {words} are others in {len(wrong)} of {len(off)} tensors; {wrong[0]} "
+            f"by {off[wrong[0]]:.3g} of its size"
         )
     return max(off.values())
 
 
 def trainer_cell(cell: Cell, place: str) -> dict[str, Any]:
     """Train two steps with the Trainer, on rows with different numbers of tokens to learn."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     accumulation = cell.get("accumulation", 1)
     settings = GIVEN["trainer"] | {
@@ -522,34 +504,38 @@ def trainer_cell(cell: Cell, place: str) -> dict[str, Any]:
         row = {name: one[0] for name, one in batch_of(at, 0, 0).items()}
         row["labels"][: 1 + 3 * at % (LENGTH - 2)] = -100
         rows.append(row)
-    steps: list[list[Any]] = []
-
-    class Watch(TrainerCallback):
-        def on_step_begin(self, *_: Any, model: Any, **__: Any) -> None:
-            steps.append([weights_of(model), []])
-
-        def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
-            steps[-1].append(weights_of(model))
+    steps: list[tuple[Weights, list[Any]]] = []
 
     class Seeing(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
+            if len(steps) == self.state.global_step:
+                steps.append((weights_of(model), []))
             steps[-1][1].append({n: inputs[n].cpu().clone() for n in ("input_ids", "labels")})
             return super().compute_loss(model, inputs, *rest, **named)
 
-    given: dict[str, Any] = {"train_dataset": rows, "callbacks": [Watch()]}
-    trainer = Seeing(model=model_of(cell), args=TrainingArguments(place, **settings), **given)
+    model = model_of(cell)
+    if cell.get("tensor"):
+        from accelerate import ParallelismConfig
+
+        settings["parallelism_config"] = ParallelismConfig(tp_size=RANKS)
+        folder = f"{place}/{os.environ['RANK']}"
+        model.save_pretrained(folder)
+        model = type(model).from_pretrained(folder, tp_plan="auto").train()
+    trainer = Seeing(model, TrainingArguments(place, **settings), train_dataset=rows)
     trainer.train()
+    states = [before for before, _ in steps] + [weights_of(trainer.model)]
     judge = Judge(cell)
-    for before, seen, after in steps:
+    for at, (before, seen) in enumerate(steps):
         everywhere: list[Any] = [None] * RANKS
         dist.all_gather_object(everywhere, seen)
         if dist.get_rank() == 0:
             gradients = true_gradients(cell, before, sum(everywhere, []), tokens=True)
-            judge.step(before, after, gradients)
+            judge.step(before, states[at + 1], gradients)
     if cell.get("saves"):
         trainer.save_model(place)
         if dist.get_rank() == 0:
-            compare(steps[-1][2], saved_in(place), [*trained(trainer.model)], "saved")
+            names = [*trained(trainer.model)]
+            compare(states[-1], saved_in(place), names, "of the saved model")
     return judge.result()
 
 
@@ -557,22 +543,11 @@ def saved_in(folder: str) -> Weights:
     """Return the weights of a saved model, under the names that they have in training."""
     from safetensors.torch import load_file
 
-    saved = {
-        n: one for file in glob(f"{folder}/*.safetensors") for n, one in load_file(file).items()
-    }
-    return {
-        name.replace(".weight", ".default.weight") if "lora_" in name else name: one
-        for name, one in saved.items()
-    }
-
-
-def compare(wanted: Weights, found: Weights, names: Any, verb: str) -> None:
-    """Compare all weights to the bit; Wrong if one is another, or none."""
-    for name in names:
-        if name not in found:
-            raise Wrong(f"{name} was not {verb}")
-        if not torch.equal(wanted[name], found[name]):
-            raise Wrong(f"{name} was {verb} with other values, or in another shape")
+    saved: Weights = {}
+    for file in glob(f"{folder}/*.safetensors"):
+        saved |= load_file(file)
+    lora = re.compile(r"(lora_[AB])\.weight")
+    return {lora.sub(r"\1.default.weight", name): one for name, one in saved.items()}
 
 
 def load_cell(cell: Cell, place: str) -> dict[str, Any]:
@@ -592,8 +567,7 @@ def load_cell(cell: Cell, place: str) -> dict[str, Any]:
     keep = HfDeepSpeedConfig(cell["deepspeed"])
     wanted, found = weights_of(model), weights_of(type(model).from_pretrained(place))
     del keep
-    compare(wanted, found, [*wanted], "loaded")
-    return {"error": 0.0}
+    return {"error": compare(wanted, found, [*wanted], "loaded")}
 
 
 CELLS = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
 HERE: Final = Path(__file__).parent
 RIGHT: Final = "right"
 COULD_NOT_RUN: Final = 3
+OF_A_LAUNCH: Final = ("ACCELERATE_", "FSDP_")
+"""How variables begin with which a launch of ours would set up the cells."""
 
 OTHER_NORM: Final = 1e-3
 """From this relative difference on, two stacks compute other gradients in fp32; in bf16 from
@@ -110,7 +111,7 @@ def verify(
     """
     cells = chosen(only)
     stacks = [python] if against is None else [python, against]
-    found = [run_cells(cells, one, defaults=against is not None) for one in stacks]
+    found = [run_cells(cells, one) for one in stacks]
     if not all(RIGHT in {c["answer"] for c in one.cells.values()} or one.red for one in found):
         return COULD_NOT_RUN
     if against is not None:
@@ -143,7 +144,7 @@ def chosen(only: Sequence[str]) -> list[Cell]:
     return [cell for name, cell in all_cells().items() if name.startswith(words)]
 
 
-def run_cells(cells: Sequence[Cell], python: str | None = None, *, defaults: bool = False) -> Found:
+def run_cells(cells: Sequence[Cell], python: str | None = None) -> Found:
     """Return what cells give under the stack of a Python, this one's if none is named.
 
     Raises:
@@ -155,37 +156,27 @@ def run_cells(cells: Sequence[Cell], python: str | None = None, *, defaults: boo
     variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if sys.platform == "linux" and not environment.gpus():
         variables["GLOO_SOCKET_IFNAME"] = "lo"
-    left_out = [n for n in os.environ if n.startswith(("ACCELERATE_", "FSDP_", "PYTHONPATH"))]
+    kept = {n: v for n, v in python_environment().items() if not n.startswith(OF_A_LAUNCH)}
     with tempfile.TemporaryDirectory(prefix="toolkit-verify-") as folder, signals_as_exit():
-        request, results, log = (Path(folder, n) for n in ("cells.json", "results", "log"))
-        given = table() | {"cells": cells} | ({} if defaults else {"defaults": {}})
-        request.write_text(json.dumps(given), encoding="utf-8")
-        # The supervisor finds our packages, and the program only those of its own Python.
-        unset = [word for name in {*left_out, "PYTHONPATH"} for word in ("-u", name)]
-        command = ["env", *unset, *(f"{name}={value}" for name, value in variables.items())]
-        command += [program, str(HERE / "stand_alone.py"), str(request), str(results)]
+        request, results, log = (Path(folder, n) for n in ("cells.json", "results.json", "log"))
+        request.write_text(json.dumps(table() | {"cells": cells}), encoding="utf-8")
+        # The supervisor finds our packages by PYTHONPATH; with -E the program finds its own alone.
+        command = [program, "-E", str(HERE / "stand_alone.py"), str(request), str(results)]
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         with log.open("wb") as output:
-            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output}
             subprocess.run(
                 supervised(command),
-                env=python_environment(),
+                env=kept | variables,
                 cwd=folder,
-                stderr=output,
+                stdout=output,
                 check=False,
                 **streams,
             )
-        found = Found()
-        for line in results.read_text(encoding="utf-8").splitlines() if results.exists() else ():
-            entry = json.loads(line)
-            if name := entry.pop("cell", None):
-                found.cells[name] = entry
-            else:
-                found = Found(**entry)
-        if len(found.cells) < len(cells):
-            last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
-            sys.stderr.write(f"toolkit: {program} could not run the cells: {last}\n")
-            return Found()
-        return found
+        if results.exists():
+            return Found(**json.loads(results.read_text(encoding="utf-8")))
+        last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+    sys.stderr.write(f"toolkit: {program} could not run the cells: {last}\n")
+    return Found()
 
 
 def faults_of(cell: Cell, answer: str, versions: Mapping[str, str]) -> list[stack.Fault]:
