@@ -10,6 +10,7 @@ benchmarks/results, and what tools read: toolkit/stack/measured.json.
 
 import argparse
 import datetime
+import hashlib
 import json
 import os
 import subprocess
@@ -22,20 +23,33 @@ from packaging.version import Version
 
 from toolkit import stack
 from toolkit.files import write_text
-from toolkit.verifying.verify import Found, all_cells, faults_of, run_cells, settings_of
+from toolkit.verifying.verify import HERE, Found, all_cells, faults_of, run_cells, settings_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "releases.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
-DEEPSPEED = ("0.16.9", "0.17.6", "0.18.3", "0.18.9", "0.19.0", "0.19.4", "0.19.6")
-STACKS = [
-    {},
-    *({"deepspeed": one} for one in DEEPSPEED),
-    *({"accelerate": one} for one in ("1.10.1", "1.11.0", "1.12.0", "1.13.0", "1.14.0")),
-    *({"transformers": one} for one in ("5.0.0", "5.17.0", "5.20.2", "5.23.0")),
-]
+RELEASES = {
+    "deepspeed": (
+        *("0.16.9", "0.17.5", "0.17.6", "0.18.2", "0.18.3", "0.18.5", "0.18.6", "0.18.9"),
+        *("0.19.0", "0.19.3", "0.19.4", "0.19.5", "0.19.6"),
+    ),
+    "accelerate": ("1.10.1", "1.11.0", "1.12.0", "1.13.0", "1.14.0"),
+    "transformers": ("5.0.0", "5.4.0", "5.5.0", "5.17.0", "5.20.2", "5.23.0"),
+}
+WAYS = {
+    "deepspeed": ("deepspeed", "loop", "trainer", "load"),
+    "accelerate": ("loop", "trainer"),
+    "transformers": ("trainer", "load"),
+}
+"""What cells of a package's stacks go `through`; those of DeepSpeed have a stage, too."""
+STACKS = [{}, *({name: one} for name, every in RELEASES.items() for one in every)]
 """What differs from this environment. Its own releases are the newest."""
+
+PROGRAM = hashlib.sha256(
+    b"".join((HERE / name).read_bytes() for name in ("stand_alone.py", "cells.toml"))
+).hexdigest()[:12]
+"""All columns come from one program: what another one gave is run again."""
 
 INTRODUCTION = """\
 # Releases
@@ -86,20 +100,32 @@ def prepared(changes, folder):
     return str(python)
 
 
+def cells_of(changes):
+    """Return the cells that take part in what differs, all of the newest stack."""
+    package = next(iter(changes), "")
+    return [
+        cell
+        for cell in all_cells().values()
+        if cell["through"] in WAYS.get(package, cell["through"])
+        and (package != "deepspeed" or "stage" in cell)
+    ]
+
+
 def measured(folder, *, again, kept_alone):
     """Return what the cells gave under each stack, by its name."""
     found = {}
     for changes in STACKS:
         name = name_of(changes)
         kept = folder / f"{name.replace(' ', '-')}.json"
-        if kept_alone and not kept.exists():
-            continue
-        if again or not kept.exists():
+        document = json.loads(kept.read_text()) if kept.exists() else {}
+        if again or document.pop("program", "") != PROGRAM:
+            if kept_alone:
+                continue
             # What one release of DeepSpeed compiles is not for another.
             os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / f"{name.replace(' ', '-')}-built")
-            result = run_cells([*all_cells().values()], prepared(changes, folder))
-            kept.write_text(json.dumps(vars_of(result), indent=1))
-        found[name] = Found(**json.loads(kept.read_text()))
+            document = vars_of(run_cells(cells_of(changes), prepared(changes, folder)))
+            kept.write_text(json.dumps({"program": PROGRAM, **document}, indent=1))
+        found[name] = Found(**document)
         print(name, {n: c["answer"] for n, c in found[name].red.items()}, flush=True)
     return found
 

@@ -122,13 +122,10 @@ def settings_of(
 
 def _is_of(fault: Fault, versions: Mapping[str, str]) -> bool:
     releases = {fault["package"]: fault["releases"], **fault.get("beside", {})}
-    return all(_contains(specifier, versions.get(name)) for name, specifier in releases.items())
-
-
-def _contains(specifier: str, version: str | None) -> bool:
     try:
-        return version is not None and SpecifierSet(specifier).contains(
-            Version(version), prereleases=True
+        return all(
+            SpecifierSet(specifier).contains(versions[name], prereleases=True)
+            for name, specifier in releases.items()
         )
-    except InvalidVersion:
+    except (KeyError, InvalidVersion):
         return False

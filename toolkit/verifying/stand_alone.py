@@ -84,8 +84,8 @@ def main(cells_file: str, results_file: str) -> None:
         started = time.monotonic()
         absent = [missing[name] for name in needs(cell) if name in missing]
         answer = {"answer": "not run", "words": "; ".join(absent)} if absent else run(cell)
-        answer["seconds"] = round(time.monotonic() - started, 2)
-        found["cells"][cell["name"]] = answer
+        seconds = round(time.monotonic() - started, 2)
+        found["cells"][cell["name"]] = {**answer, "seconds": seconds}
     with open(results_file, "w", encoding="utf-8") as file:
         json.dump(found | {"versions": versions(), "defaults": defaults()}, file)
 
@@ -105,9 +105,8 @@ def needs(cell: Cell) -> list[str]:
 
 
 def build_cpu_adam() -> None:
-    from deepspeed.ops.op_builder import CPUAdamBuilder
-
-    CPUAdamBuilder().load(verbose=False)
+    builders: Any = importlib.import_module("deepspeed.ops.op_builder")
+    builders.CPUAdamBuilder().load(verbose=False)
 
 
 def defaults() -> dict[str, str]:
@@ -499,7 +498,7 @@ def trainer_cell(cell: Cell, place: str) -> dict[str, Any]:
     if "fsdp" in cell:
         os.environ |= GIVEN["environment_of_fsdp"]
         settings |= GIVEN["trainer_fsdp"]
-    rows: list[Any] = []
+    rows: Any = []
     for at in range(RANKS * ROWS * cell.get("micros", 2 * accumulation)):
         row = {name: one[0] for name, one in batch_of(at, 0, 0).items()}
         row["labels"][: 1 + 3 * at % (LENGTH - 2)] = -100

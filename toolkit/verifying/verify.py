@@ -99,7 +99,7 @@ def _deepspeed_config(cell: Cell) -> dict[str, Any]:
 
 
 def verify(
-    *, python: str | None, only: Sequence[str], against: str | None, as_json: bool, console: Console
+    *, python: str | None, only: str, against: str | None, as_json: bool, console: Console
 ) -> int:
     """Run the cells, say which are red and why, or what another stack does otherwise.
 
@@ -131,16 +131,16 @@ def verify(
     return int(is_bad)
 
 
-def chosen(only: Sequence[str]) -> list[Cell]:
-    """Return the cells whose names begin with one of the words, all without any.
+def chosen(only: str) -> list[Cell]:
+    """Return the cells whose names begin with one of the words, by commas; all without any.
 
     Raises:
         UsageError: no cell does.
     """
-    for word in only:
+    words = tuple(only.split(","))
+    for word in words:
         if not any(name.startswith(word) for name in all_cells()):
             raise UsageError(f"--only {word}: no cell is named so. Take {', '.join(all_cells())}.")
-    words = tuple(only) or ("",)
     return [cell for name, cell in all_cells().items() if name.startswith(words)]
 
 
@@ -158,23 +158,21 @@ def run_cells(cells: Sequence[Cell], python: str | None = None) -> Found:
         variables["GLOO_SOCKET_IFNAME"] = "lo"
     kept = {n: v for n, v in python_environment().items() if not n.startswith(OF_A_LAUNCH)}
     with tempfile.TemporaryDirectory(prefix="toolkit-verify-") as folder, signals_as_exit():
-        request, results, log = (Path(folder, n) for n in ("cells.json", "results.json", "log"))
+        request, results = Path(folder, "cells.json"), Path(folder, "results.json")
         request.write_text(json.dumps(table() | {"cells": cells}), encoding="utf-8")
         # The supervisor finds our packages by PYTHONPATH; with -E the program finds its own alone.
         command = [program, "-E", str(HERE / "stand_alone.py"), str(request), str(results)]
-        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
-        with log.open("wb") as output:
-            subprocess.run(
-                supervised(command),
-                env=kept | variables,
-                cwd=folder,
-                stdout=output,
-                check=False,
-                **streams,
-            )
+        log = subprocess.run(
+            supervised(command, redacting=True),
+            env=kept | variables,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            check=False,
+        ).stdout
         if results.exists():
             return Found(**json.loads(results.read_text(encoding="utf-8")))
-        last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+    last = log.decode(errors="replace").strip().rpartition("\n")[2]
     sys.stderr.write(f"toolkit: {program} could not run the cells: {last}\n")
     return Found()
 
@@ -209,11 +207,9 @@ def to_json(found: Found) -> dict[str, Any]:
     document |= {"versions": found.versions, "transport": found.transport}
     for name, cell in found.cells.items():
         faults = faults_of(all_cells()[name], cell["answer"], found.versions)
-        known = [
-            {"text": f["text"], "link": f["link"], "advice": stack.advice([f])}
-            for f in (faults if name in found.red else ())
-        ]
-        document["cells"][name] = {"text": all_cells()[name]["text"], **cell, "known": known}
+        known = [f"{f['text']} ({f['link']}). {stack.advice([f])}" for f in faults]
+        said = {"known": known} if name in found.red else {}
+        document["cells"][name] = {"text": all_cells()[name]["text"], **cell, **said}
     return document
 
 
@@ -223,9 +219,8 @@ def lines(found: Found) -> list[str]:
     for name, cell in to_json(found)["cells"].items():
         if cell["answer"] != RIGHT:
             shown.append(f"{cell['answer']}: {name} ({cell['text']}): {cell['words']}")
-        if name in found.red:
-            known = [f"known: {f['text']} ({f['link']}). {f['advice']}" for f in cell["known"]]
-            shown += [f"    {line}" for line in known or [UNKNOWN]]
+        if "known" in cell:
+            shown += [f"    known: {line}" for line in cell["known"]] or [f"    {UNKNOWN}"]
     return [*shown, found.words]
 
 
