@@ -162,14 +162,17 @@ def run_cells(cells: Sequence[Cell], python: str | None = None) -> Found:
         request.write_text(json.dumps(table() | {"cells": cells}), encoding="utf-8")
         # The supervisor finds our packages by PYTHONPATH; with -E the program finds its own alone.
         command = [program, "-E", str(HERE / "stand_alone.py"), str(request), str(results)]
-        log = subprocess.run(
+        with subprocess.Popen(
             supervised(command, redacting=True),
             env=kept | variables,
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            check=False,
-        ).stdout
+        ) as process:
+            try:
+                log, _ = process.communicate()
+            finally:
+                process.terminate()  # so that it ends the ranks; `run` would kill it
         if results.exists():
             return Found(**json.loads(results.read_text(encoding="utf-8")))
     last = log.decode(errors="replace").strip().rpartition("\n")[2]
