@@ -122,6 +122,9 @@ def test_a_python_without_torch_could_not_run_the_cells(tmp_path):
         ("zero0-bf16", {"deepspeed": "0.19.0"}, "issues/3877"),
         ("zero2", {"deepspeed": "0.19.8"}, None),
         ("fsdp-resume-lora", {"accelerate": "1.15.0"}, None),
+        ("zero2-onecycle", {"deepspeed": "0.19.0"}, "pull/8179"),
+        ("trainer-tensor", {"transformers": "5.0.0"}, "pull/45994"),
+        ("trainer-ddp", {"transformers": "5.0.0"}, None),
     ],
 )
 def test_a_red_cell_is_matched_to_its_thread(cell, releases, thread):

@@ -195,7 +195,7 @@ def faults_of(cell: Cell, answer: str, versions: Mapping[str, str]) -> list[stac
 def settings_of(cell: Cell) -> dict[str, Any]:
     """Return what a cell trains, in the words of `where` of the known faults."""
     return {
-        "backend": "fsdp" if "fsdp" in cell else "ddp",
+        "backend": next((name for name in ("fsdp", "tensor") if name in cell), "ddp"),
         **(stack.settings_of_deepspeed(cell["deepspeed"]) if "stage" in cell else {}),
         "engine": cell["through"],
         "adapters": "lora" in cell,
