@@ -44,7 +44,7 @@ def installed(monkeypatch):
         there = GOOD | {name.replace("_", "-"): package for name, package in others.items()}
         made = {name: Made(*package) for name, package in there.items() if package is not None}
         monkeypatch.setattr(software, "_installed", made.get)
-        monkeypatch.setattr(software.environment, "verified", lambda: None)
+        monkeypatch.setattr(software.environment, "verified", dict)
 
     return install
 
