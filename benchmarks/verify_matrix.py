@@ -182,7 +182,7 @@ def unknown(found):
         ]
         good = min((one for one in after if one > max(releases)), default=None)
         row = {"package": package, "releases": f">={min(releases)}" + (f",<{good}" if good else "")}
-        row["text"] = f"`toolkit verify` finds {all_cells()[name]['text']} wrong"
+        row["text"] = f"`toolkit verify` finds its cell {name} wrong: {all_cells()[name]['text']}"
         row["link"] = "no thread is known"
         otherwise = {"meanwhile": "train under another strategy"}
         rows.append(row | {"where": kept, "cells": [name]})

@@ -196,6 +196,7 @@ def settings_of(cell: Cell) -> dict[str, Any]:
     """Return what a cell trains, in the words of `where` of the known faults."""
     return {
         "backend": next((name for name in ("fsdp", "tensor") if name in cell), "ddp"),
+        "accumulates": "accumulation" in cell,
         **(stack.settings_of_deepspeed(cell["deepspeed"]) if "stage" in cell else {}),
         "engine": cell["through"],
         "adapters": "lora" in cell,
