@@ -125,6 +125,7 @@ def test_a_python_without_torch_could_not_run_the_cells(tmp_path):
         ("zero2-onecycle", {"deepspeed": "0.19.0"}, "pull/8179"),
         ("trainer-tensor", {"transformers": "5.0.0"}, "pull/45994"),
         ("trainer-ddp", {"transformers": "5.0.0"}, None),
+        ("trainer-ddp", {"transformers": "5.4.0"}, "issues/40709"),
     ],
 )
 def test_a_red_cell_is_matched_to_its_thread(cell, releases, thread):
