@@ -10,6 +10,7 @@ benchmarks/results, and what tools read: toolkit/stack/measured.json.
 
 import argparse
 import datetime
+import hashlib
 import json
 import os
 import subprocess
@@ -18,24 +19,38 @@ import venv
 from collections import defaultdict
 from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from toolkit import stack
 from toolkit.files import write_text
-from toolkit.verifying.verify import Found, all_cells, faults_of, run_cells, settings_of
+from toolkit.verifying.verify import HERE, Found, all_cells, faults_of, run_cells, settings_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "releases.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
-DEEPSPEED = ("0.16.9", "0.17.6", "0.18.3", "0.18.9", "0.19.0", "0.19.4", "0.19.6")
-STACKS = [
-    {},
-    *({"deepspeed": one} for one in DEEPSPEED),
-    *({"accelerate": one} for one in ("1.10.1", "1.11.0", "1.12.0", "1.13.0", "1.14.0")),
-    *({"transformers": one} for one in ("5.0.0", "5.17.0", "5.20.2", "5.23.0")),
-]
+RELEASES = {
+    "deepspeed": (
+        *("0.16.9", "0.17.5", "0.17.6", "0.18.2", "0.18.3", "0.18.5", "0.18.6", "0.18.9"),
+        *("0.19.0", "0.19.3", "0.19.4", "0.19.5", "0.19.6"),
+    ),
+    "accelerate": ("1.10.1", "1.11.0", "1.12.0", "1.13.0", "1.14.0"),
+    "transformers": ("5.0.0", "5.4.0", "5.5.0", "5.17.0", "5.20.2", "5.23.0"),
+}
+WAYS = {
+    "deepspeed": ("deepspeed", "loop", "trainer", "load"),
+    "accelerate": ("loop", "trainer"),
+    "transformers": ("trainer", "load"),
+}
+"""What cells of a package's stacks go `through`; those of DeepSpeed have a stage, too."""
+STACKS = [{}, *({name: one} for name, every in RELEASES.items() for one in every)]
 """What differs from this environment. Its own releases are the newest."""
+
+PROGRAM = hashlib.sha256(
+    b"".join((HERE / name).read_bytes() for name in ("stand_alone.py", "cells.toml"))
+).hexdigest()[:12]
+"""All columns come from one program: what another one gave is run again."""
 
 INTRODUCTION = """\
 # Releases
@@ -48,15 +63,27 @@ toolkit verify
 ```
 
 Each cell trains a small Llama as two [ranks](glossary.md#rank), and holds its updates, weights or
-loaded weights against those of one process ([Verify](verify.md)). A column is a stack: the releases
-of the first column, with the named one in place of its own. This page is written by
-`benchmarks/verify_matrix.py`.
+loaded weights against those of one process ([Verify](verify.md)). This page is written by
+`benchmarks/verify_matrix.py`, from one version of the cells.
+"""
+
+RED = """\
+## What is red
+
+`Releases` are those with the fault, by its thread and by what was measured; `start not measured`
+marks a range whose first release was not run here. `Seen here` names cells that are red for it.
 """
 
 LEGEND = """\
-- `.` is right; a number is red: the size of the update along the true one, which misses it.
-- `wrong` is red in another way: a norm, a resume, loaded weights.
-- `raises` is loud: the run ends with an error. `-` was not run.
+A column is a release in place of the newest one; all else is as above. A row is a cell, where the
+package takes part in it.
+
+- `.` is right.
+- A number is red: the size of the update along the true one. 0.33 is a third of it, 1.00 an update
+  of the right size in another direction.
+- `wrong` is red in another way: a norm, a schedule, a resume, loaded or saved weights.
+- `raises` is loud: the run ends with an error.
+- `-` was not run.
 """
 
 
@@ -86,20 +113,32 @@ def prepared(changes, folder):
     return str(python)
 
 
+def cells_of(changes):
+    """Return the cells that take part in what differs, all of the newest stack."""
+    package = next(iter(changes), "")
+    return [
+        cell
+        for cell in all_cells().values()
+        if cell["through"] in WAYS.get(package, cell["through"])
+        and (package != "deepspeed" or "stage" in cell)
+    ]
+
+
 def measured(folder, *, again, kept_alone):
     """Return what the cells gave under each stack, by its name."""
     found = {}
     for changes in STACKS:
         name = name_of(changes)
         kept = folder / f"{name.replace(' ', '-')}.json"
-        if kept_alone and not kept.exists():
-            continue
-        if again or not kept.exists():
+        document = json.loads(kept.read_text()) if kept.exists() else {}
+        if again or document.pop("program", "") != PROGRAM:
+            if kept_alone:
+                continue
             # What one release of DeepSpeed compiles is not for another.
             os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / f"{name.replace(' ', '-')}-built")
-            result = run_cells([*all_cells().values()], prepared(changes, folder))
-            kept.write_text(json.dumps(vars_of(result), indent=1))
-        found[name] = Found(**json.loads(kept.read_text()))
+            document = vars_of(run_cells(cells_of(changes), prepared(changes, folder)))
+            kept.write_text(json.dumps({"program": PROGRAM, **document}, indent=1))
+        found[name] = Found(**document)
         print(name, {n: c["answer"] for n, c in found[name].red.items()}, flush=True)
     return found
 
@@ -120,74 +159,84 @@ def sign(cell):
 
 
 def unknown(found):
-    """Return what no thread tells of, in the form of the table of known faults."""
-    rows = []
+    """Return what is red and in no thread, in the form of the table of known faults."""
+    red = defaultdict(list)
     for changes in (one for one in STACKS if name_of(one) in found):
         one = found[name_of(changes)]
-        for cell in all_cells().values():
-            is_silent = one.cells.get(cell["name"], {}).get("answer") == "wrong"
-            told = faults_of(cell, "wrong", one.versions) if is_silent else []
+        for name, cell in one.red.items():
+            told = faults_of(all_cells()[name], cell["answer"], one.versions)
             # What this wrote before is no thread.
-            if not is_silent or any(fault["link"].startswith("http") for fault in told):
-                continue
-            package = next(iter(changes), "deepspeed" if "stage" in cell else "accelerate")
-            release = one.versions[package]
-            row = {"package": package, "releases": f"=={release}"}
-            row["text"] = f"`toolkit verify` finds its cell {cell['name']} wrong"
-            row["link"] = "no thread is known"
-            where = settings_of(cell)
-            plain = {name: one for name, one in where.items() if one is True or name == "backend"}
-            row["where"] = {name: [one] for name, one in plain.items()}
-            if where["stage"] is not None:
-                row["where"]["stage"] = [where["stage"]]
-            row["cells"] = [cell["name"]]
-            good = [
-                other.versions[package]
-                for other in found.values()
-                if other.cells.get(cell["name"], {}).get("answer") == "right"
-                and Version(other.versions[package]) > Version(release)
-            ]
-            if good:
-                row["first"] = min(good, key=Version)
-            else:
-                row["meanwhile"] = "train under another strategy"
-            rows.append(row)
+            is_told = any(fault["link"].startswith("http") for fault in told)
+            if cell["answer"] == "wrong" and not is_told:
+                through = "deepspeed" if "stage" in all_cells()[name] else "accelerate"
+                package = next(iter(changes), through)
+                red[package, name].append(Version(one.versions[package]))
+    rows = []
+    for (package, name), releases in red.items():
+        settings = settings_of(all_cells()[name])
+        kept = {n: [s] for n, s in settings.items() if s is True or n in ("backend", "stage")}
+        after = [
+            Version(one.versions[package])
+            for one in found.values()
+            if one.cells.get(name, {}).get("answer") == "right"
+        ]
+        good = min((one for one in after if one > max(releases)), default=None)
+        row = {"package": package, "releases": f">={min(releases)}" + (f",<{good}" if good else "")}
+        row["text"] = f"`toolkit verify` finds its cell {name} wrong: {all_cells()[name]['text']}"
+        row["link"] = "no thread is known"
+        otherwise = {"meanwhile": "train under another strategy"}
+        rows.append(row | {"where": kept, "cells": [name]})
+        rows[-1] |= {"first": str(good)} if good else otherwise
     return rows
 
 
 def page(found, date):
-    names = list(found)
-    newest = ", ".join(f"{n} {v}" for n, v in found["newest"].versions.items())
-    lines = [INTRODUCTION, f"Measured on {date} over {found['newest'].transport}:\n{newest}.\n"]
-    table = ["\n## Every cell\n", LEGEND]
-    table += [f"| cell | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    for cell in all_cells().values():
-        signs = [sign(found[name].cells.get(cell["name"])) for name in names]
-        table.append(f"| `{cell['name']}`: {cell['text']} | {' | '.join(signs)} |")
-    lines += ["## What is red\n", "| fault | releases | first good | seen here | thread |"]
+    newest = found["newest"]
+    releases = ", ".join(f"{n} {v}" for n, v in newest.versions.items())
+    lines = [INTRODUCTION, f"Measured on {date} over {newest.transport}, the newest stack being:"]
+    lines += [f"{releases}.\n", RED, "| fault | releases | first good | seen here | thread |"]
     lines.append("|---|---|---|---|---|")
-    for fault in stack.known_faults():
-        seen = defaultdict(list)
-        for name in names:
-            for cell in all_cells().values():
-                red = found[name].red.get(cell["name"])
-                if red and fault in faults_of(cell, red["answer"], found[name].versions):
-                    seen[name].append(f"`{cell['name']}`")
-        shown = "; ".join(f"{name}: {', '.join(cells)}" for name, cells in seen.items())
-        first = fault.get("first", "none yet")
-        releases = f"{fault['package']} {fault['releases']}".replace("<", "&lt;")
-        link = fault["link"]
-        thread = f"[thread]({link})" if link.startswith("http") else "none is known"
-        text = f"{fault['text'][0].upper()}{fault['text'][1:]}"
-        lines.append(f"| {text} | {releases} | {first} | {shown or 'not in a cell'} | {thread} |")
-    for name in names:
-        raised = {
-            cell["words"] for n, cell in found[name].red.items() if cell["answer"] == "raised"
-        }
-        for words in sorted(raised):
-            lines.append(f"\n{name} raises: `{words[:90]}`")
+    lines += [red_row(fault, found) for fault in stack.known_faults()]
+    for name, one in found.items():
+        raised = {cell["words"] for cell in one.red.values() if cell["answer"] == "raised"}
+        lines += [f"\n{name} raises: `{words[:90]}`" for words in sorted(raised)]
     lines += ["", "What raises is no silent fault. NCCL and real GPUs were not at hand."]
-    return "\n".join([*lines, *table]) + "\n"
+    lines += ["\n## Every cell\n", LEGEND]
+    for package in RELEASES:
+        columns = {newest.versions[package]: newest}
+        columns |= {one.versions[package]: one for n, one in found.items() if package in n}
+        names = sorted(columns, key=Version)
+        lines += [f"\n### {package}\n", f"| cell | {' | '.join(names)} |"]
+        lines.append("|---" * (len(names) + 1) + "|")
+        for cell in cells_of({package: ""}):
+            signs = [sign(columns[name].cells.get(cell["name"])) for name in names]
+            lines.append(f"| `{cell['name']}`: {cell['text']} | {' | '.join(signs)} |")
+    return "\n".join(lines) + "\n"
+
+
+def red_row(fault, found):
+    package, seen = fault["package"], defaultdict(list)
+    for one in found.values():
+        for name, cell in one.red.items():
+            if fault in faults_of(all_cells()[name], cell["answer"], one.versions):
+                seen[one.versions[package]].append(f"`{name}`")
+    alike = defaultdict(list)
+    for release in sorted(seen, key=Version):
+        alike[", ".join(seen[release])].append(release)
+    shown = "; ".join(f"{', '.join(every)}: {cells}" for cells, every in alike.items())
+    starts = {
+        one.version for one in SpecifierSet(fault["releases"]) if one.operator in (">=", "==")
+    }
+    is_measured = starts <= {one.versions[package] for one in found.values()}
+    releases = f"{package} {fault['releases']}".replace("<", "&lt;")
+    releases += "" if is_measured else " (start not measured)"
+    link, text = fault["link"], fault["text"]
+    # A name from code keeps its case.
+    text = text if {".", "_"} & {*text.split()[0]} else f"{text[0].upper()}{text[1:]}"
+    *_, repository, _, number = link.split("/") if link.startswith("http") else ("", "", "", "")
+    thread = f"[{repository}#{number}]({link})" if number else "none is known"
+    first = fault.get("first", "none yet")
+    return f"| {text} | {releases} | {first} | {shown or 'not in a cell'} | {thread} |"
 
 
 def main():

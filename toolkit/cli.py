@@ -386,13 +386,7 @@ def verify(
     """
     from toolkit.verifying.verify import verify as run
 
-    code = run(
-        python=python,
-        only=tuple(filter(None, only.split(","))),
-        against=against,
-        as_json=as_json,
-        console=_console(),
-    )
+    code = run(python=python, only=only, against=against, as_json=as_json, console=_console())
     raise typer.Exit(code)
 
 

@@ -27,6 +27,7 @@ from toolkit.errors import UsageError
 from toolkit.strategies import STRATEGIES, Strategy
 
 NO_FAULT: Final = "None is known of these releases."
+NOT_VERIFIED: Final = "Whether these releases compute what one process computes was not tried here"
 
 DECIDING: Final = (
     *("torch", "transformers", "accelerate", "deepspeed", "datasets", "peft"),
@@ -117,12 +118,9 @@ def _faults() -> list[Finding]:
         for package, faults in by_package.items()
     ]
     verified = environment.verified()
-    if verified is None:
-        text = "Whether these releases compute what one process computes was not tried here."
-        findings.append(ok("verified", text, fix="toolkit verify"))
-    else:
-        words, is_right = verified
-        findings.append((ok if is_right else warn)("verified", f"{words}.", fix="toolkit verify"))
+    is_right = all(cell["answer"] == "right" for cell in verified.get("cells", {}).values())
+    words = f"{verified.get('words', NOT_VERIFIED)}."
+    findings.append((ok if is_right else warn)("verified", words, fix="toolkit verify"))
     return findings if by_package else [ok("silent faults", NO_FAULT), *findings]
 
 

@@ -46,12 +46,18 @@ def faults_of(versions: Mapping[str, str] | None = None, *, loud: bool = False) 
 
 def met(settings: Settings, versions: Mapping[str, str] | None = None) -> list[Fault]:
     """Return the faults of the releases that a config meets."""
-    return [fault for fault in faults_of(versions) if _is_met(fault.get("where", {}), settings)]
+    return [fault for fault in faults_of(versions) if is_met(fault, settings)]
 
 
-def sentence(fault: Fault, versions: Mapping[str, str] | None = None) -> str:
-    """Return what a fault does to a training, with its release and its thread."""
-    version = (environment.versions() if versions is None else versions)[fault["package"]]
+def is_met(fault: Fault, settings: Settings) -> bool:
+    """Return whether a config meets a fault of its releases."""
+    where: dict[str, list[Any]] = fault.get("where", {})
+    return all(settings.get(name) in (None, *allowed) for name, allowed in where.items())
+
+
+def sentence(fault: Fault) -> str:
+    """Return what a fault of an installed release does to a training, with its thread."""
+    version = environment.versions()[fault["package"]]
     return f"{fault['package']} {version}: {fault['text']} ({fault['link']})."
 
 
@@ -67,21 +73,16 @@ def advice(faults: Iterable[Fault]) -> str:
 def settings_of_deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a DeepSpeed config says of the settings that faults go by."""
 
-    def value(*keys: str) -> Any:
+    def value(*keys: str, default: Any = None) -> Any:
         part: Any = config
         for key in keys:
-            part = cast("Any", part).get(key) if isinstance(part, Mapping) else None
+            part = cast("Any", part).get(key, default) if isinstance(part, Mapping) else default
         return None if part == "auto" else part
 
+    halves = {name: value(name, "enabled", default=False) for name in ("bf16", "fp16")}
+    otherwise = None if None in halves.values() else "fp32"
     accumulation = value("gradient_accumulation_steps")
     stage = value("zero_optimization", "stage") or 0
-    halves = {name: value(name, "enabled") for name in ("bf16", "fp16")}
-    is_known = not any(
-        cast("Any", part).get("enabled") == "auto"
-        for name in halves
-        if isinstance(part := config.get(name), Mapping)
-    )
-    precision = next((name for name, on in halves.items() if on), "fp32" if is_known else None)
     return {
         "backend": "deepspeed",
         "stage": stage,
@@ -89,7 +90,7 @@ def settings_of_deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
         "accumulates": accumulation > 1 if isinstance(accumulation, int) else None,
         "accumulates_in": value("data_types", "grad_accum_dtype") or "default",
         "overlaps": bool(value("zero_optimization", "overlap_comm")) or stage == 3,
-        "precision": precision,
+        "precision": next((name for name, on in halves.items() if on), otherwise),
         "scheduler": value("scheduler", "type") or "none",
     }
 
@@ -121,17 +122,10 @@ def settings_of(
 
 def _is_of(fault: Fault, versions: Mapping[str, str]) -> bool:
     releases = {fault["package"]: fault["releases"], **fault.get("beside", {})}
-    return all(_contains(specifier, versions.get(name)) for name, specifier in releases.items())
-
-
-def _contains(specifier: str, version: str | None) -> bool:
     try:
-        return version is not None and SpecifierSet(specifier).contains(
-            Version(version), prereleases=True
+        return all(
+            SpecifierSet(specifier).contains(versions[name], prereleases=True)
+            for name, specifier in releases.items()
         )
-    except InvalidVersion:
+    except (KeyError, InvalidVersion):
         return False
-
-
-def _is_met(where: Mapping[str, list[Any]], settings: Settings) -> bool:
-    return all(settings.get(name) in (None, *allowed) for name, allowed in where.items())

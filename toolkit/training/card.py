@@ -227,7 +227,7 @@ def card_of_run(
 
 def card_of_trainer(trainer: Any) -> Card:
     """Return the card of a model that a `ToolkitTrainer` saves; every rank calls it."""
-    from toolkit.environment import verified_words, versions
+    from toolkit.environment import verified, versions
 
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model_wrapped)
     first, last = trainer.recorder.outer_losses() or (None, None)
@@ -251,7 +251,7 @@ def card_of_trainer(trainer: Any) -> Card:
         first_loss=None if resumed else first,
         final_loss=last,
         versions=versions(),
-        verified=verified_words(),
+        verified=verified().get("words"),
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
 HERE: Final = Path(__file__).parent
 RIGHT: Final = "right"
 COULD_NOT_RUN: Final = 3
+OF_A_LAUNCH: Final = ("ACCELERATE_", "FSDP_")
+"""How variables begin with which a launch of ours would set up the cells."""
 
 OTHER_NORM: Final = 1e-3
 """From this relative difference on, two stacks compute other gradients in fp32; in bf16 from
@@ -77,12 +78,28 @@ def table() -> dict[str, Any]:
 
 @cache
 def all_cells() -> dict[str, Cell]:
-    """Return the cells by name, in their order."""
-    return {cell["name"]: cell for cell in table()["cell"]}
+    """Return the cells by name, in their order, each with the DeepSpeed config that it needs."""
+    return {
+        cell["name"]: cell | ({"deepspeed": _deepspeed_config(cell)} if "stage" in cell else {})
+        for cell in table()["cell"]
+    }
+
+
+def _deepspeed_config(cell: Cell) -> dict[str, Any]:
+    shared = table()["deepspeed"]
+    zero = shared["zero_optimization"] | {"stage": cell["stage"], **cell.get("zero", {})}
+    return {
+        **shared,
+        "gradient_accumulation_steps": cell.get("accumulation", 1),
+        "gradient_clipping": cell.get("clip", 0.0),
+        "bf16": {"enabled": cell.get("precision") == "bf16"},
+        "zero_optimization": zero,
+        **cell.get("config", {}),
+    }
 
 
 def verify(
-    *, python: str | None, only: Sequence[str], against: str | None, as_json: bool, console: Console
+    *, python: str | None, only: str, against: str | None, as_json: bool, console: Console
 ) -> int:
     """Run the cells, say which are red and why, or what another stack does otherwise.
 
@@ -94,7 +111,7 @@ def verify(
     """
     cells = chosen(only)
     stacks = [python] if against is None else [python, against]
-    found = [run_cells(cells, one, defaults=against is not None) for one in stacks]
+    found = [run_cells(cells, one) for one in stacks]
     if not all(RIGHT in {c["answer"] for c in one.cells.values()} or one.red for one in found):
         return COULD_NOT_RUN
     if against is not None:
@@ -114,20 +131,20 @@ def verify(
     return int(is_bad)
 
 
-def chosen(only: Sequence[str]) -> list[Cell]:
-    """Return the cells whose names begin with one of the words, all without any.
+def chosen(only: str) -> list[Cell]:
+    """Return the cells whose names begin with one of the words, by commas; all without any.
 
     Raises:
         UsageError: no cell does.
     """
-    for word in only:
+    words = tuple(only.split(","))
+    for word in words:
         if not any(name.startswith(word) for name in all_cells()):
             raise UsageError(f"--only {word}: no cell is named so. Take {', '.join(all_cells())}.")
-    words = tuple(only) or ("",)
     return [cell for name, cell in all_cells().items() if name.startswith(words)]
 
 
-def run_cells(cells: Sequence[Cell], python: str | None = None, *, defaults: bool = False) -> Found:
+def run_cells(cells: Sequence[Cell], python: str | None = None) -> Found:
     """Return what cells give under the stack of a Python, this one's if none is named.
 
     Raises:
@@ -139,67 +156,52 @@ def run_cells(cells: Sequence[Cell], python: str | None = None, *, defaults: boo
     variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if sys.platform == "linux" and not environment.gpus():
         variables["GLOO_SOCKET_IFNAME"] = "lo"
-    left_out = [n for n in os.environ if n.startswith(("ACCELERATE_", "FSDP_", "PYTHONPATH"))]
+    kept = {n: v for n, v in python_environment().items() if not n.startswith(OF_A_LAUNCH)}
     with tempfile.TemporaryDirectory(prefix="toolkit-verify-") as folder, signals_as_exit():
-        request, results, log = (Path(folder, n) for n in ("cells.json", "results", "log"))
-        given = table() | {"cells": cells, "defaults": defaults}
-        request.write_text(json.dumps(given), encoding="utf-8")
-        # The supervisor finds our packages, and the program only those of its own Python.
-        unset = [word for name in {*left_out, "PYTHONPATH"} for word in ("-u", name)]
-        command = ["env", *unset, *(f"{name}={value}" for name, value in variables.items())]
-        command += [program, str(HERE / "stand_alone.py"), str(request), str(results)]
-        with log.open("wb") as output:
-            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output}
-            subprocess.run(
-                supervised(command),
-                env=python_environment(),
-                cwd=folder,
-                stderr=output,
-                check=False,
-                **streams,
-            )
-        found = Found()
-        for line in results.read_text(encoding="utf-8").splitlines() if results.exists() else ():
-            entry = json.loads(line)
-            if name := entry.pop("cell", None):
-                found.cells[name] = entry
-            else:
-                found = Found(**entry)
-        if len(found.cells) < len(cells):
-            last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
-            sys.stderr.write(f"toolkit: {program} could not run the cells: {last}\n")
-            return Found()
-        return found
+        request, results = Path(folder, "cells.json"), Path(folder, "results.json")
+        request.write_text(json.dumps(table() | {"cells": cells}), encoding="utf-8")
+        # The supervisor finds our packages by PYTHONPATH; with -E the program finds its own alone.
+        command = [program, "-E", str(HERE / "stand_alone.py"), str(request), str(results)]
+        with subprocess.Popen(
+            supervised(command, redacting=True),
+            env=kept | variables,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+        ) as process:
+            try:
+                log, _ = process.communicate()
+            finally:
+                process.terminate()  # so that it ends the ranks; `run` would kill it
+        if results.exists():
+            return Found(**json.loads(results.read_text(encoding="utf-8")))
+    last = log.decode(errors="replace").strip().rpartition("\n")[2]
+    sys.stderr.write(f"toolkit: {program} could not run the cells: {last}\n")
+    return Found()
 
 
 def faults_of(cell: Cell, answer: str, versions: Mapping[str, str]) -> list[stack.Fault]:
     """Return the known faults of releases that a red cell may show, the most special first."""
-    settings = settings_of(cell)
+    known = stack.faults_of(versions, loud=answer == "raised")
     met = [
         fault
-        for fault in stack.faults_of(versions, loud=answer == "raised")
+        for fault in known
         if cell["name"] in fault.get("cells", [cell["name"]])
-        and ("cells" in fault or all(settings[n] in v for n, v in fault["where"].items()))
+        and ("cells" in fault or stack.is_met(fault, settings_of(cell)))
     ]
     return sorted(met, key=lambda fault: -len(fault["where"]))
 
 
 def settings_of(cell: Cell) -> dict[str, Any]:
     """Return what a cell trains, in the words of `where` of the known faults."""
-    stage = cell.get("stage")
     return {
-        "backend": "fsdp" if "fsdp" in cell else "ddp" if stage is None else "deepspeed",
-        "stage": stage,
-        "offloads": "offload" in cell,
+        "backend": next((name for name in ("fsdp", "tensor") if name in cell), "ddp"),
         "accumulates": "accumulation" in cell,
-        "accumulates_in": cell.get("accumulates_in", "default"),
-        "overlaps": cell.get("overlap", stage == 3),
-        "precision": cell.get("precision", "fp32"),
+        **(stack.settings_of_deepspeed(cell["deepspeed"]) if "stage" in cell else {}),
         "engine": cell["through"],
         "adapters": "lora" in cell,
         "reuses": "reused" in cell,
         "resumes": "resumes" in cell,
-        "scheduler": cell.get("scheduler", {}).get("type"),
     }
 
 
@@ -209,11 +211,9 @@ def to_json(found: Found) -> dict[str, Any]:
     document |= {"versions": found.versions, "transport": found.transport}
     for name, cell in found.cells.items():
         faults = faults_of(all_cells()[name], cell["answer"], found.versions)
-        known = [
-            {"text": f["text"], "link": f["link"], "advice": stack.advice([f])}
-            for f in (faults if name in found.red else ())
-        ]
-        document["cells"][name] = {"text": all_cells()[name]["text"], **cell, "known": known}
+        known = [f"{f['text']} ({f['link']}). {stack.advice([f])}" for f in faults]
+        said = {"known": known} if name in found.red else {}
+        document["cells"][name] = {"text": all_cells()[name]["text"], **cell, **said}
     return document
 
 
@@ -223,9 +223,8 @@ def lines(found: Found) -> list[str]:
     for name, cell in to_json(found)["cells"].items():
         if cell["answer"] != RIGHT:
             shown.append(f"{cell['answer']}: {name} ({cell['text']}): {cell['words']}")
-        if name in found.red:
-            known = [f"known: {f['text']} ({f['link']}). {f['advice']}" for f in cell["known"]]
-            shown += [f"    {line}" for line in known or [UNKNOWN]]
+        if "known" in cell:
+            shown += [f"    known: {line}" for line in cell["known"]] or [f"    {UNKNOWN}"]
     return [*shown, found.words]
 
 
