@@ -415,7 +415,12 @@ COUNTED = [
 BILLIONS = re.compile(r"-(?:E[24]B|17B)|-(\d+(?:\.\d+)?)B")
 BUT = {"meta-llama/Llama-4-Scout-17B-16E": 107.8, "deepseek-ai/DeepSeek-V3": 671.0}
 BUT |= {"google/gemma-4-E2B": 4.63, "google/gemma-4-E4B": 7.46, "google/gemma-3n-E4B": 6.84}
-BUT |= {"zai-org/GLM-4.7-Flash": 29.9, "zai-org/GLM-4.5-Air": 106.9, "zai-org/GLM-4.5": 352.8}
+BUT |= {
+    "zai-org/GLM-4.7-Flash": 29.9,
+    "zai-org/GLM-4.5-Air": 106.9,
+    "zai-org/GLM-4.5": 352.8,
+    "zai-org/GLM-4.6": 352.8,
+}
 BUT |= {"MiniMaxAI/MiniMax-M2.5": 228.7, "MiniMaxAI/MiniMax-M2.7": 228.7, "zai-org/GLM-5": 744}
 BUT |= {"meta-llama/Llama-4-Maverick-17B-128E-Instruct": 401, "google/gemma-3n-E2B": 4.43}
 BUT |= {"moonshotai/Kimi-K2-Instruct": 1026, "XiaomiMiMo/MiMo-V2-Flash": 309}
