@@ -422,6 +422,7 @@ BUT |= {
     "zai-org/GLM-4.6": 352.8,
 }
 BUT |= {"MiniMaxAI/MiniMax-M2.5": 228.7, "MiniMaxAI/MiniMax-M2.7": 228.7, "zai-org/GLM-5": 744}
+BUT |= {"zai-org/GLM-4.7": 352.8}
 BUT |= {"meta-llama/Llama-4-Maverick-17B-128E-Instruct": 401, "google/gemma-3n-E2B": 4.43}
 BUT |= {"moonshotai/Kimi-K2-Instruct": 1026, "XiaomiMiMo/MiMo-V2-Flash": 309}
 BUT |= {"deepseek-ai/DeepSeek-V3.2": 671.9, "allenai/Olmo-Hybrid-7B": 7.43}
