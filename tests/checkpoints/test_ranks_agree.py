@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from places import SCRIPTS
+from places import HELPERS
 
 from toolkit.checkpoints.atomic_folder import atomic_folder
 
@@ -49,7 +49,7 @@ def answers_of():
     The ranks are forks of a process that has imported all.
     """
     with subprocess.Popen(
-        [sys.executable, "-c", RANKS, str(SCRIPTS.parent)],
+        [sys.executable, "-c", RANKS, str(HELPERS)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
