@@ -16,14 +16,14 @@ import struct
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
 
 from toolkit.checkpoints.portable_files import Group
-from toolkit.engines.names import GETATTR, plain_name
+from toolkit.engines.names import GETATTR, METADATA_TYPES, plain_name
 from toolkit.errors import UsageError, sentence_of
 from toolkit.records.manifests import Damaged
 
@@ -111,17 +111,21 @@ class Stored:
 
     def pieces(self) -> Iterator[bytes]:
         """Yield the bytes as they lie in the files."""
-        for source, begin, length in self.spans:
-            if isinstance(source, bytes):
-                yield source
-                continue
-            with damage_named(source), source.open("rb") as opened:
-                opened.seek(begin)
-                for at in range(0, length, PIECE):
-                    piece = opened.read(min(PIECE, length - at))
-                    if len(piece) < min(PIECE, length - at):
-                        raise EOFError("It ends within a tensor.")
-                    yield piece
+        opened: dict[Path, BinaryIO] = {}  # a matrix that was cut by columns has a span a row
+        with ExitStack() as files:
+            for source, begin, length in self.spans:
+                if isinstance(source, bytes):
+                    yield source
+                    continue
+                with damage_named(source):
+                    if source not in opened:
+                        opened[source] = files.enter_context(source.open("rb"))
+                    opened[source].seek(begin)
+                    for at in range(0, length, PIECE):
+                        piece = opened[source].read(min(PIECE, length - at))
+                        if len(piece) < min(PIECE, length - at):
+                            raise EOFError("It ends within a tensor.")
+                        yield piece
 
     def read(self) -> torch.Tensor:
         import torch
@@ -318,13 +322,7 @@ _NAMES: Final[dict[str, Any]] = {
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": Record,
     "deepspeed.utils.tensor_fragment.fragment_address": Record,
     f"{_SHARDS}.filesystem._StorageInfo": Record,
-    **{
-        f"{_SHARDS}.metadata.{name}": Record
-        for name in (
-            *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
-            *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-        )
-    },
+    **{f"{_SHARDS}.metadata.{name}": Record for name in METADATA_TYPES},
     **dict.fromkeys(("pathlib.PosixPath", "pathlib._local.PosixPath"), Path),
 }
 """All that a checkpoint's pickle may name (torch 2.11 to 2.15, deepspeed 0.19)."""

@@ -15,7 +15,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
@@ -25,19 +25,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from toolkit.engines.names import GETATTR, LIST
+from toolkit.engines.names import GETATTR, LIST, METADATA_TYPES
 from toolkit.errors import UsageError
-
-METADATA_TYPES: Final = {
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "Metadata",
-    "MetadataIndex",
-    "StorageMeta",
-    "TensorProperties",
-    "TensorStorageMetadata",
-    "_MEM_FORMAT_ENCODING",
-}
 
 
 def write_shards(folder: Path, states: dict[str, Any]) -> None:

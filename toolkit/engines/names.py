@@ -16,6 +16,12 @@ STAGE: Final = "stage"
 TENSOR_RANKS: Final = "ranks that share a matrix"
 """Key in their metadata, beside names of weights with the dimension in which each is cut."""
 
+METADATA_TYPES: Final = (
+    *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+    *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+)
+"""Types that this list names, of torch/distributed/checkpoint/metadata.py (torch 2.11 to 2.15)."""
+
 GETATTR: Final = ("builtins", "getattr")
 """What Python 3.11.2 pickles the member of an enum as a call of; 3.11.7 calls the enum."""
 

@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from toolkit.engines.names import plain_name as plain_name
+from toolkit.engines.names import plain_name
 
 SUMMED_AT_ONCE: Final = 1 << 20
 """Elements of a tensor whose squares are added up at once."""

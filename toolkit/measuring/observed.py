@@ -22,8 +22,9 @@ import torch
 
 from toolkit.engines.backend import backend_of
 from toolkit.engines.loading import loads_on_rank_0
+from toolkit.engines.names import plain_name
 from toolkit.engines.optimizers import optimizer_of
-from toolkit.engines.tensors import is_spread, named_parameters, plain_name
+from toolkit.engines.tensors import is_spread, named_parameters
 from toolkit.engines.wrapped import world_size
 from toolkit.engines.wrappers import (
     class_name,

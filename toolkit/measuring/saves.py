@@ -21,8 +21,9 @@ import torch
 from toolkit.engines.backend import backend_of
 from toolkit.engines.deepspeed import is_engine
 from toolkit.engines.hooks import intercept
+from toolkit.engines.names import plain_name
 from toolkit.engines.optimizers import optimizer_of, states_held
-from toolkit.engines.tensors import dtype_name, named_parameters, plain_name
+from toolkit.engines.tensors import dtype_name, named_parameters
 from toolkit.engines.wrappers import innermost
 from toolkit.errors import sentence_of
 from toolkit.launching.ranks import rank

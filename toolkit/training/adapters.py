@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from toolkit.engines.deepspeed import joined
-from toolkit.engines.tensors import is_partitioned, plain_name, shape_of
+from toolkit.engines.names import plain_name
+from toolkit.engines.tensors import is_partitioned, shape_of
 from toolkit.errors import SaveError
 from toolkit.training.arguments import ModelArguments
 from toolkit.training.generation import generation_config_of

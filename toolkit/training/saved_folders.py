@@ -17,7 +17,8 @@ from typing import Any, Final
 
 import torch
 
-from toolkit.engines.tensors import is_spread, plain_name
+from toolkit.engines.names import plain_name
+from toolkit.engines.tensors import is_spread
 from toolkit.errors import sentence_of
 from toolkit.launching.ranks import quiet
 from toolkit.measuring.saves import described, tensors_by_name

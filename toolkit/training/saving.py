@@ -20,7 +20,8 @@ from toolkit.engines.backend import backend_of
 from toolkit.engines.base import Backend
 from toolkit.engines.fsdp2 import class_of, original_classes
 from toolkit.engines.loading import outside_of_engines
-from toolkit.engines.tensors import elements_of, plain_name
+from toolkit.engines.names import plain_name
+from toolkit.engines.tensors import elements_of
 from toolkit.errors import SaveError, sentence_of
 from toolkit.measuring.attestation import gather_objects
 from toolkit.measuring.finite import NOT_FINITE, is_finite
