@@ -5,9 +5,9 @@
 
 Nobody chooses the places: five operators are applied wherever they fit (see OPERATORS), and the
 seed draws from what they give, over all rooms. Each fault is put into a copy of the tracked files,
-where the nearest tests run: first those that import the module, or one that imports it, those
-without ranks before the others; then those that train with the room's code (RANKS). A test that
-also fails without the fault catches nothing.
+where the nearest tests run: first those that import the module, or one that imports it; then those
+that run the room's code with the others' (RANKS); the short tier's before the long ones. A test
+that also fails without the fault catches nothing.
 
 Writes `faults.json` and `faults.md`. A survivor that changes nothing anybody could notice is
 equivalent: its reason goes into faults.json by hand, and `--again` takes the reasons over, runs
@@ -47,10 +47,13 @@ from toolkit import _HOMES
 ROOT = Path(__file__).resolve().parents[1]
 
 FEWEST = 4
-"""Places of each room at the least."""
+"""Places of each room at the least; fewer where that were more than half of all places."""
 
 NEAREST = 8
 """Test files that import the module: more of them know it only by the way."""
+
+TIERS = {"short": "not long and not sweep", "long": "long"}
+"""The marks of each tier's tests."""
 
 LIMIT = 400
 """Seconds after which a stage of tests is ended: what it has not caught by then, it has missed."""
@@ -101,11 +104,13 @@ RANKS = {
                   "tests/test_rehearse.py"),
     "planning": ("tests/planning", "tests/test_cli.py"),
     "records": ("tests/test_results.py", "tests/comparing", STRATEGIES),
+    "stack": ("tests/verifying", "tests/causes"),
     "tables": ("tests/tables", "tests/comparing", "tests/planning"),
     "training": ("tests/test_train.py", "tests/test_methods.py", "tests/test_speed_in_ranks.py",
                  STRATEGIES, "tests/checkpoints/test_exact_resuming.py"),
     "top": ("tests/test_cli.py", "tests/test_environment.py", "tests/test_rehearse.py",
             "tests/test_names_and_secrets.py", "tests/test_fork_server.py"),
+    "verifying": ("tests/verifying",),
 }  # fmt: skip
 """Tests that run the code of a room together with the others', most often in ranks."""
 
@@ -130,6 +135,9 @@ class Outcome:
     caught_by: str | None
     seconds: float
     """0 where its tests were not run yet."""
+
+    tier: str = ""
+    """Of the test that caught it; results of before the tiers have none."""
 
     reason: str = ""
     """Why a survivor is equivalent."""
@@ -321,7 +329,8 @@ def drawn(rooms: dict[str, list[Fault]], number: int, seed: int) -> list[Fault]:
     """Draw by room in proportion to its places, then an operator, then a place; no place twice."""
     chance = random.Random(seed)
     every = sum(map(len, rooms.values()))
-    names = [name for name in rooms for _ in range(min(FEWEST, len(rooms[name])))]
+    fewest = min(FEWEST, number // (2 * len(rooms)))
+    names = [name for name in rooms for _ in range(min(fewest, len(rooms[name])))]
     weights = [len(places) / every for places in rooms.values()]
     names += chance.choices(list(rooms), weights, k=max(0, number - len(names)))
     faults: dict[tuple[str, int, int], Fault] = {}
@@ -389,27 +398,34 @@ class Copy:
         source = path.read_bytes()
         begin = time.monotonic()
         caught_by = None
-        stages = nearest(fault.path)
+        stages = [(tier, tests) for tier in TIERS for tests in nearest(fault.path)]
         while caught_by is None and stages:
+            tier, tests = stages[0]
             path.write_bytes(with_fault(source, fault))
             try:
-                caught_by = self.failing(stages[0])
+                caught_by = self.failing(tests, tier)
             finally:
                 path.write_bytes(source)
             if caught_by is None:
                 stages = stages[1:]
                 continue
-            again = self.failing([caught_by] if "::" in caught_by else stages[0])
+            again = self.failing([caught_by] if "::" in caught_by else tests, tier)
             if again is not None and "::" not in caught_by:
-                raise SystemExit(f"{caught_by}, without a fault, too: mend {stages[0]} first")
+                raise SystemExit(f"{caught_by}, without a fault, too: mend {tests} first")
             if again is not None:
                 self.broken.add(caught_by)
                 caught_by = None
-        return Outcome(fault=fault, caught_by=caught_by, seconds=time.monotonic() - begin)
+        return Outcome(
+            fault=fault,
+            caught_by=caught_by,
+            seconds=time.monotonic() - begin,
+            tier=tier if caught_by else "",
+        )
 
-    def failing(self, tests: Sequence[str]) -> str | None:
-        """Run these tests up to the first that fails, and return its name."""
+    def failing(self, tests: Sequence[str], tier: str) -> str | None:
+        """Run a tier's part of these tests up to the first that fails, and return its name."""
         command = [self.programs / "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider"]
+        command += ["-m", TIERS[tier]]
         command += [f"--timeout={LONGEST}", "--timeout-method=signal"]
         command += ["--basetemp", self.folder / "temporary", *tests]
         command += [word for name in self.broken for word in ("--deselect", name)]
@@ -528,12 +544,14 @@ def write(folder: Path, seed: int, outcomes: Sequence[Outcome]) -> None:
     caught, counted = share(outcomes)
     fates = Counter(outcome.fate for outcome in outcomes)
     before = sum(outcome.survived_before for outcome in outcomes if outcome.fate == "caught")
+    short = sum(outcome.tier == "short" for outcome in outcomes)
     lines = [
         f"# Deliberate faults, seed {seed}",
         "",
         f"{len(outcomes)} faults: {', '.join(f'{fates[fate]} {fate}' for fate in FATES)}. Of those "
         f"that were run and are not equivalent, {caught / max(counted, 1):.0%} were caught, "
-        f"{(caught - before) / max(counted, 1):.0%} at their first run.",
+        f"{(caught - before) / max(counted, 1):.0%} at their first run, "
+        f"{short / max(counted, 1):.0%} by the short tier.",
         "",
         f"| operator | {' | '.join(FATES)} |",
         f"|---|{'---|' * len(FATES)}",
@@ -553,6 +571,8 @@ def write(folder: Path, seed: int, outcomes: Sequence[Outcome]) -> None:
 
 def words_after(outcome: Outcome) -> str:
     words = outcome.reason or outcome.caught_by or ""
+    if outcome.tier == "long":
+        words += ", a long test"
     if outcome.survived_before and outcome.caught_by:
         words += ", added after it had survived"
     return f": {words}" if words else ""
