@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -300,6 +301,20 @@ def test_a_process_that_holds_a_gpu_s_file_is_told_from_one_that_does_not(tmp_pa
     assert not fork_server.on_gpu()
 
 
+FORKED = (
+    sys.executable,
+    "-c",
+    "import sys\n"
+    "from toolkit import fork_server\n"
+    "path, files = (*sys.path,), frozenset()\n"
+    "imported = fork_server.Imported(search_path=path, variables={}, files=files)\n"
+    "fork_server.run_as([sys.executable, *sys.argv[1:]], imported)\n",
+)
+"""A Python that goes on as a fork does; the words behind it are the fork's."""
+
+ROOM = "-" * 4000
+
+
 def test_a_script_that_exits_leaves_its_open_files_whole(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -310,16 +325,23 @@ def test_a_script_that_exits_leaves_its_open_files_whole(tmp_path):
         "    raise SystemExit(7)\n"
         "main()\n"
     )
-    forked = (
-        "import sys\n"
-        "from toolkit import fork_server\n"
-        "path, files = (*sys.path,), frozenset()\n"
-        "imported = fork_server.Imported(search_path=path, variables={}, files=files)\n"
-        "fork_server.run_as([sys.executable, *sys.argv[1:]], imported)\n"
-    )
-    command = [sys.executable, "-c", forked, str(script), str(tmp_path / "written"), "-" * 4000]
-    assert subprocess.run(command, check=False).returncode == 7
+    assert subprocess.run([*FORKED, script, tmp_path / "written", ROOM]).returncode == 7
     assert (tmp_path / "written").read_text() == "whole"
+
+
+@pytest.mark.parametrize("hook", ["", "sys.excepthook = lambda *error: print('[rank1]', *error)\n"])
+def test_an_error_is_printed_as_python_prints_it(tmp_path, hook):
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys\n{hook}def main():\n    raise ValueError('no')\nmain()\n")
+    ended = [
+        subprocess.run([*command, script, ROOM], capture_output=True, text=True)
+        for command in ([sys.executable], FORKED)
+    ]
+    plain, forked = (
+        (done.returncode, re.sub("0x[0-9a-f]+", "", done.stdout), done.stderr) for done in ended
+    )
+    assert "no" in plain[1 if hook else 2]
+    assert forked == plain
 
 
 def test_a_launcher_whose_forking_process_was_killed_starts_its_ranks_cold():

@@ -79,7 +79,7 @@ def test_fp16_skips_what_overflows_and_moves_no_schedule_on(toolkit, tmp_path, s
         assert record["gradients"]["step"] == len(skipped) + 1
 
 
-@pytest.mark.parametrize("engine", ["trainer", "loop"])
+@pytest.mark.parametrize("engine", [pytest.param("trainer", marks=pytest.mark.sweep), "loop"])
 def test_a_run_in_fp16_goes_on_bit_for_bit(tmp_path, steep_model, launch_environment, engine):
     flags = ("--max_steps", STEPS, "--save_steps", STEPS - 2, "--model_name_or_path", steep_model)
     run = Run("ddp", engine, tmp_path / "run", launch_environment, flags, precision="fp16")

@@ -2,13 +2,16 @@
 
 import csv
 import json
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 
 import pytest
-from places import ROOT
+from places import ROOT, SCRIPTS
+
+from toolkit.records.results import read_results
 
 EARLIER = ROOT / "tests" / "comparing" / "earlier" / "2026-11-22-fb9bcb5.tar.xz"
 
@@ -41,6 +44,36 @@ STEPS = {
     "a format": {
         "data/formats.py": ("_ANSWERS = {\n", '    "riddle": ("solution",),\n'),
     },
+    "a backend, its rank's part": {
+        "engines/backend.py": (
+            "from toolkit.strategies import Strategy, refuse_backend\n",
+            "from toolkit.engines import made_up\n",
+            "    if backends.backend_of(strategy).has_server:\n        "
+            "parameter_server.ask_for(model)\n",
+            '    if strategy.backend == "made_up":\n        made_up.ask_for(model)\n',
+            'the model has a wrapper that no backend here knows.\n    """\n',
+            "    if made_up.is_requested(model):\n        return made_up.MadeUp(model)\n",
+            "            return parameter_server.SPEC\n",
+            '        case "made_up":\n            return made_up.SPEC\n',
+            'ready to be trained with by every rank."""\n',
+            "    if made_up.is_requested(model):\n"
+            "        return made_up.wrap(accelerator, model, optimizer, loader)\n",
+        ),
+    },
+    "a backend, its plain twin": {
+        "backends/__init__.py": (
+            "            return server.ParameterServer(strategy)\n",
+            '        case "made_up":\n            from toolkit.backends import made_up\n\n'
+            "            return made_up.MadeUp(strategy)\n",
+        ),
+    },
+    "a backend, its entry in the table": {
+        "strategies.py": (
+            "STRATEGIES: dict[str, Strategy] = {\n    strategy.name: strategy\n    "
+            "for strategy in (\n",
+            '        Strategy(name="averaged", backend="made_up", summary="made up"),\n',
+        ),
+    },
 }
 """What is added below which lines of which files."""
 
@@ -52,11 +85,21 @@ def extended(tmp_path_factory):
     left_out = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "toolkit", folder / "toolkit", ignore=left_out)
     for files in STEPS.values():
-        for name, (after, added) in files.items():
+        for name, (*places,) in files.items():
             path = folder / "toolkit" / name
-            before, found, rest = path.read_text().partition(after)
-            assert found, f"{name} has moved on from what its recipe here looks for"
-            path.write_text(before + after + added + rest)
+            for after, added in zip(places[::2], places[1::2], strict=True):
+                before, found, rest = path.read_text().partition(after)
+                assert found, f"{name} has moved on from what its recipe here looks for"
+                path.write_text(before + after + added + rest)
+    strategies = folder / "toolkit" / "strategies.py"
+    text = strategies.read_text()
+    # The type's name, and the cases of what shards nothing and trains under one engine.
+    text, joined = re.subn(r'(Backend = .*"parameter_server")]', r'\1, "made_up"]', text)
+    text, cases = re.subn(r'(case .*"parameter_server"):', r'\1 | "made_up":', text)
+    assert (joined, cases) == (1, 3)
+    strategies.write_text(text)
+    for name, room in (("plain_twin", "backends"), ("engine", "engines")):
+        shutil.copy(SCRIPTS / "made_up" / f"{name}.py", folder / "toolkit" / room / "made_up.py")
     return folder
 
 
@@ -106,3 +149,13 @@ def test_a_training_reads_the_flag_and_the_format_and_records_the_column(run, ex
     record = json.loads((extended / "run" / "record.json").read_text())
     assert record["made_up_size"] == 4096
     assert "--made_up_flag MADE_UP_FLAG" in run("--help", module="toolkit.train")
+
+
+def test_a_backend_trains_as_one_process_and_its_bytes_are_those_of_its_twin(run, extended):
+    words = ("--strategies", "averaged", "--max_steps", 3, "--throughput_steps", 0)
+    run("compare", *words, "--output", "compared")
+    control, row = read_results(extended / "compared")["runs"]
+    assert (control["strategy"], row["strategy"]) == ("single", "averaged")
+    assert row["attestation"]["engaged"]["averages"] is True
+    assert row["gates"] == {"loss": True, "grad_norm": True, "weights": True, "data": True}
+    assert set(row["predicted"]["errors"].values()) == {0.0}, row["predicted"]["errors"]

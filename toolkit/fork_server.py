@@ -407,11 +407,22 @@ def run_as(args: list[str], imported: Imported) -> NoReturn:
         if not isinstance(error.code, int | None):
             print(error.code, file=sys.stderr)  # noqa: T201
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        print_as_python_does(error)
         code = 1
     # Not within `except`: the error's frames may hold files that are not flushed yet.
     leave(code)
+
+
+def print_as_python_does(error: BaseException) -> None:
+    """Print what ends this process by the hook that is set: torch's puts the rank before a line."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    try:
+        sys.excepthook(type(error), error.with_traceback(trace or error.__traceback__), trace)
+    except BaseException:
+        traceback.print_exc()
 
 
 def run_python_as(command: list[str], imported: Imported) -> None:

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import launches
 import pytest
 from places import SCRIPTS
 
@@ -30,6 +31,10 @@ IN_A_RANK = {
     "stop": ("stopped-from-outside", (), "(signal 15)"),
 }
 """Cause, ranks, and part of the text, by how the second of two ranks fails."""
+
+
+COLD = {"shapes": "DETAIL", "stop": "OFF"}
+"""Torch reads the variable when it is imported; a launcher that is stopped is its ranks' parent."""
 
 
 def diagnosis_of(text):
@@ -94,12 +99,14 @@ def test_a_signal_is_named_by_the_shells_own_words():
 
 
 @pytest.mark.parametrize("how", IN_A_RANK)
-def test_a_rank_that_fails_is_told_from_its_neighbour(how, tmp_path):
+def test_a_rank_that_fails_is_told_from_its_neighbour(how, launch_environment):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
     command += [SCRIPTS / "fail_in_a_rank.py", how]
-    debug = "DETAIL" if how == "shapes" else "OFF"
-    output = output_of(command, TORCH_DISTRIBUTED_DEBUG=debug)
+    environment = launch_environment
+    if how in COLD:
+        environment = launches.cold(environment) | {"TORCH_DISTRIBUTED_DEBUG": COLD[how]}
+    output = launches.run(command, environment=environment).stdout
     diagnosis = diagnosis_of(output)
     cause, ranks, words = IN_A_RANK[how]
     assert diagnosis is not None, output

@@ -44,16 +44,11 @@ TEXTS = ("def add(a, b):\n    return a + b\n", "def subtract(a, b):\n    return 
 EVALUATES = ("ddp", "zero1")
 """Cases that evaluate and sample as well, one under each engine."""
 
-COLD = ("single",)
-"""A case that imports everything itself. That both kinds of start train the same is tested in
-test_fork_server.py."""
-
-
 SHORT = ("ddp", "zero1", "fsdp", "tensor", "pipeline", "parameter_server")
 """One of each kind of engine, for the short tier."""
 
-SWEPT = ("zero3_offload", "fsdp_grad_op", "tensor_ddp")
-"""Those with the states of others: zero3_nvme's off the disk, fsdp's, and tensor's."""
+SWEPT = ("zero3_offload", "fsdp_grad_op", "fsdp_hybrid", "tensor_ddp", "context")
+"""Those with the states of others: zero3_nvme's off the disk, fsdp's, tensor's and ulysses'."""
 
 
 def tier_of(case):
@@ -62,7 +57,6 @@ def tier_of(case):
 
 def test_no_strategy_is_left_out():
     assert {strategy for strategy, *_ in CASES.values()} | {"zero2"} == set(STRATEGIES)
-    assert set(COLD) <= set(CASES)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +81,7 @@ def test_resumed_from_within_an_epoch_it_goes_on_bit_for_bit(
         *(strategy, engine, "--max_steps", STEPS, "--max_length", 64, "--max_train_samples", 40),
         *("--save_steps", SAVED, "--save_total_limit", 2, "--warmup_steps", 3, *model, *flags),
     )
-    run.go(cold=case in COLD)
+    run.go()
     losses = read_record(run.output)["losses"]
     straight = run.tail(SAVED) | {"weights": run.weights(), "lines": run.lines()}
     evaluated = outcome(run)

@@ -20,13 +20,13 @@ from toolkit.training.request import _check_optimizer
 
 MOVES = [
     pytest.param("ddp:2", "zero3:4", (), marks=pytest.mark.short),
-    ("zero1:4", "fsdp:2", ()),
+    pytest.param("zero1:4", "fsdp:2", (), marks=pytest.mark.sweep),
     ("zero3:2", "tensor:2", ()),
     ("fsdp:2", "pipeline:2", ()),
     ("pipeline:2", "parameter_server:2", ()),
     ("parameter_server:2", "zero2_offload:2", ()),
     ("zero2:2", "single:1", ("--method", "lora")),
-    ("fsdp:4", "zero2:2", ("--method", "lora", "--bf16")),
+    pytest.param("fsdp:4", "zero2:2", ("--method", "lora", "--bf16"), marks=pytest.mark.sweep),
 ]
 """Each kind of engine writes and reads once; benchmarks/portable_matrix.py has all."""
 
@@ -61,8 +61,8 @@ def test_it_goes_on_in_another_launch(run_on, writer, reader, flags):
     ("writer", "reader", "flags"),
     [
         ("zero2:2", "fsdp:1", ()),
-        ("fsdp:2", "zero3:4", ()),
-        ("single:1", "zero1:2", ()),
+        pytest.param("fsdp:2", "zero3:4", (), marks=pytest.mark.sweep),
+        pytest.param("single:1", "zero1:2", (), marks=pytest.mark.sweep),
         ("zero3:2", "ddp:2", ("--method", "lora")),
     ],
 )

@@ -58,16 +58,15 @@ class Run:
         script = ["-m", "toolkit.train", "--engine", engine, "--output_dir", str(self.output)]
         self._command = launch_command(config.accelerate, [*script, *map(str, flags)])
 
-    def start(self, *flags: Any, cold: bool = False) -> Launcher:
+    def start(self, *flags: Any) -> Launcher:
         """Start it, and return its launcher."""
         self._starts += 1
         self._drafts_before = self._drafts()
         for said in (self.output / "status").glob("rank-*.json"):
             said.unlink()  # by an earlier start
-        environment = launches.cold(self._environment) if cold else self._environment
         with self._log().open("wb") as log:
             return launches.start(
-                [*self._command, *map(str, flags)], environment=environment, log=log
+                [*self._command, *map(str, flags)], environment=self._environment, log=log
             )
 
     def end(self, launcher: Launcher, seconds: float = 1200) -> tuple[int, str]:
@@ -82,9 +81,9 @@ class Run:
             raise
         return code, self._log().read_text()
 
-    def go(self, *flags: Any, cold: bool = False) -> str:
+    def go(self, *flags: Any) -> str:
         """Run it to its end, which must be good, and return all that was said."""
-        code, said = self.end(self.start(*flags, cold=cold))
+        code, said = self.end(self.start(*flags))
         assert code == 0, said
         return said
 

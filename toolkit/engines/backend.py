@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
 
+from toolkit import backends
 from toolkit.configs.requested import deepspeed_strategy, fsdp_strategy, requested_replicas
 from toolkit.engines import (
     context,
@@ -90,6 +91,12 @@ def spec_of(strategy: Strategy, num_processes: int) -> BackendSpec:
             return parameter_server.SPEC
         case _:
             refuse_backend(strategy.backend, strategy, "A rank")
+
+
+def mark_requested(model: torch.nn.Module, strategy: Strategy) -> None:
+    """Mark a loaded model for `wrap`, where neither its weights nor Accelerate's plugins do."""
+    if backends.backend_of(strategy).has_server:
+        parameter_server.ask_for(model)
 
 
 def wrap(

@@ -30,7 +30,7 @@ from toolkit.configs.requested import (
 from toolkit.data.cache import check_seconds
 from toolkit.data.flags import plain_value, typed_flags
 from toolkit.data.sampling_order import Collator, count_trained
-from toolkit.engines import parameter_server
+from toolkit.engines.backend import mark_requested
 from toolkit.engines.masters import MasterAdamW
 from toolkit.engines.pipeline import ask_for
 from toolkit.engines.tensor_parallel import claim_mesh
@@ -134,8 +134,7 @@ def train(job: Job, status: StatusFile) -> None:
     check_rows_without_labels(job, model)
     if (pipeline := pipeline_request(job.strategy, own)) is not None:
         ask_for(model, pipeline)
-    if backend_of(job.strategy).has_server:
-        parameter_server.ask_for(model)
+    mark_requested(model, job.strategy)
     collate = speed.collating(
         Collator(
             pad_token_id=job.pad_token_id, multiple=job.strategy.row_multiple(job.args.world_size)
