@@ -92,6 +92,15 @@ def test_rows_that_are_cut_are_noted_and_blocks_are_not(subject):
     assert trained_tokens.cut_rows(subject, [*blocks, row(1, STOP)]).answer == "holds"
 
 
+def test_padding_that_is_the_stop_token_is_named_where_that_is_not_trained(subject):
+    masked = row(1, 2, STOP)
+    masked.labels[2] = -100
+    said = [trained_tokens.stop_token(subject, [masked]).words]
+    subject.many[0]["tokens"]["pad"] = STOP
+    said.append(trained_tokens.stop_token(subject, [masked]).words)
+    assert ["pad and eos are one token" in words for words in said] == [False, True]
+
+
 def test_a_line_break_behind_a_stop_token_is_no_end_without_one(subject):
     ended = [row(1, 2, STOP, END_OF_LINE), row(3, 4, STOP, END_OF_LINE)]
     found = trained_tokens.stop_token(subject, ended)

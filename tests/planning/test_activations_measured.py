@@ -54,6 +54,13 @@ REGIMES = {
     "bf16": Regime(compute=2, weight=2, autocast=False),
     "autocast": Regime(compute=2, weight=4, autocast=True),
 }
+ADAPTED = {
+    "fp32": REGIMES["fp32"],
+    "bf16": Regime(compute=2, weight=2, autocast=False, adapter=2),
+    "autocast": Regime(compute=2, weight=2, autocast=True),
+}
+"""With adapters: under autocast the base is in bf16 and they in fp32, as peft leaves them."""
+
 # A CPU's autocast leaves `pow` in bf16, which a GPU's raises to fp32.
 OTHER_ON_CPU = {("gpt2", "autocast")}
 EAGER_ONLY = {"gemma2"}
@@ -147,34 +154,46 @@ def test_grouped_heads_in_fp32_keep_on_a_gpu_what_sdpa_in_torchs_operations_keep
     assert activations_of(job.with_(on_cpu=True)).saved < activations_of(job).saved
 
 
+OVER = {"gpt2": 0.006, "phi3": 0.06}
+"""By how much compiled layers are planned too high: of a LayerNorm's two numbers a token one is
+kept, and of phi3's one product for queries, keys and values a part."""
+
+
 # torch._dynamo 2.13 reads it of every tensor that enters a graph (variables/builder.py).
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+# peft 0.21 asks transformers 5.23 by a name that goes in v6.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize(
-    ("family", "regime"),
+    ("family", "regime", "adapters"),
     [
-        ("llama", "autocast"),
-        ("llama", "bf16"),
-        ("qwen3", "autocast"),
-        ("olmo2", "bf16"),
-        ("phi3", "autocast"),
+        ("llama", "autocast", 0),
+        ("qwen3", "autocast", 0),
+        ("olmo2", "bf16", 0),
+        ("phi3", "autocast", 0),
+        ("gpt2", "bf16", 0),
+        ("llama", "autocast", 8),
+        ("qwen3", "bf16", 8),
     ],
 )
-def test_compiled_layers_keep_what_is_not_elementwise(family, regime):
-    """aot_eager divides a layer between forward and backward as inductor does."""
-    compiled = replace(REGIMES[regime], compiled=True)
+def test_compiled_layers_keep_what_is_not_elementwise(family, regime, adapters):
+    """This backend divides a layer between forward and backward as inductor does."""
+    runs_in = ADAPTED[regime] if adapters else REGIMES[regime]
+    compiled = replace(runs_in, compiled=True)
     shape = shape_from_config(config_of(family, 4).to_dict(), name=family)
 
     kept = {}
     for batch in (4, 2):
         torch._dynamo.reset()
         for layers in (3, 2):  # they share the graphs of their layers
-            model = build(config_of(family, layers), attention="sdpa", regime=regime)
-            compile_blocks(model, backend="aot_eager")
+            options = {"attention": "sdpa", "regime": regime, "adapters": adapters}
+            model = build(config_of(family, layers), **options)
+            blocks = model.base_model.model if adapters else model
+            compile_blocks(blocks, backend="aot_eager_decomp_partition")
             kept[layers, batch] = count_kept(model, batch=batch, regime=regime)
     more, less = ((kept[layers, 4] - kept[layers, 2]) / (2 * SEQUENCE) for layers in (3, 2))
-    planned = layer_bytes(shape, compiled, SEQUENCE, fused=True)
-    assert planned.saved == pytest.approx(more - less, rel=0.001)
-    as_written = layer_bytes(shape, REGIMES[regime], SEQUENCE, fused=True)
+    planned = layer_bytes(shape, compiled, SEQUENCE, fused=True, adapters=adapters)
+    assert 0.999 <= planned.saved / (more - less) <= 1.001 + OVER.get(family, 0.0)
+    as_written = layer_bytes(shape, runs_in, SEQUENCE, fused=True, adapters=adapters)
     assert planned.saved <= as_written.saved
     assert planned.boundary == as_written.boundary
 
@@ -184,13 +203,8 @@ def test_compiled_layers_keep_what_is_not_elementwise(family, regime):
 @pytest.mark.parametrize("targets", ["all-linear", "attention"])
 @pytest.mark.parametrize("regime", REGIMES)
 def test_adapters_keep_copies_of_their_inputs_and_the_base_keeps_none(regime, targets):
-    """Under autocast the base is in bf16 and the adapters in fp32, as peft leaves them."""
     pytest.importorskip("peft")
-    runs_in = REGIMES[regime]
-    if regime == "autocast":
-        runs_in = Regime(compute=2, weight=2, autocast=True)
-    elif regime == "bf16":
-        runs_in = Regime(compute=2, weight=2, autocast=False, adapter=2)
+    runs_in = ADAPTED[regime]
     shape = shape_from_config(config_of("llama", 3).to_dict(), name="llama")
     names = targets if targets == "all-linear" else names_of_targets(shape, targets)
     counted = count_of_two_layers(

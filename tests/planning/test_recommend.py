@@ -435,6 +435,7 @@ def test_candidates_left_out_as_too_slow_would_change_no_answer(
 
     def under(search, *rest):
         found = look(search, *rest)
+        assert not (found and found[0].fits) or all(candidate.fits for candidate in found)
         looked_at.append(len(found))
         return found
 

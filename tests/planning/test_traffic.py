@@ -11,8 +11,10 @@ from shapes_for_tests import gpt2, llama
 
 from toolkit.backends import backend_of
 from toolkit.backends.deepspeed_json import deepspeed_config
+from toolkit.backends.matrices import split_inputs, split_outputs
 from toolkit.jobs.terms import Collective
 from toolkit.planning.job import PlannedJob
+from toolkit.planning.models.architectures import shape_from_config
 from toolkit.planning.speed.traffic import collectives, cost_of_sync
 from toolkit.strategies import STRATEGIES
 
@@ -240,6 +242,15 @@ def test_payload_equals_what_was_counted_in_real_processes(strategy, model, opti
     as_written = deepspeed_config(STRATEGIES[strategy]) if strategy == "zero3" else None
     found = collectives(job(strategy, model, deepspeed=as_written, **options))
     assert {key: payload(found, *key) for key in counted} == counted
+
+
+def test_a_lone_layer_s_matrices_are_split_as_those_of_several():
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4}
+    for layers in (1, 3):
+        config = {"model_type": "llama", "vocab_size": 1000, "num_hidden_layers": layers} | sizes
+        shape = shape_from_config(config, name="small")
+        # Of queries, keys, values, gate and up; of attention's result and down.
+        assert (split_inputs(shape), split_outputs(shape)) == (5, 2)
 
 
 def test_fsdp_adds_the_norms_of_all_tensors_up_at_once():

@@ -8,6 +8,7 @@ import pytest
 from transformers import TrainingArguments
 
 from toolkit.errors import UsageError
+from toolkit.training import request
 from toolkit.training.arguments import (
     BOUNDS,
     RunArguments,
@@ -383,3 +384,12 @@ def test_the_least_value_of_a_flag_is_taken_and_one_less_refused(kind, name, lea
     assert getattr(kind(**others, **{name: least}), name) == least
     with pytest.raises(UsageError, match=f"--{name} {least - 1}: use {least} or more"):
         kind(**others, **{name: least - 1})
+
+
+@pytest.mark.parametrize(("ranks", "said"), [(1, "1 rank on a GPU"), (2, "2 ranks on a GPU each")])
+def test_on_gpus_it_is_said_what_trains_on_how_many(ranks, said, monkeypatch, capsys):
+    monkeypatch.setattr(request, "rehearse_if_needed", lambda: False)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    request.this_launch(RunArguments())
+    name = "single" if ranks == 1 else "ddp"
+    assert capsys.readouterr().out == f"toolkit: training under {name}: {said}\n"

@@ -72,6 +72,8 @@ def test_a_cell_is_right_here_and_red_where_accelerate_does_not_divide(faulty_py
 def test_an_upgrade_is_the_same_or_broken_and_zero2_is_right(faulty_python, tmp_path):
     code, printed = run("--against", sys.executable, "--only", "zero2-tied", cache=tmp_path)
     assert (code, printed.strip()) == (0, "the same")
+    code, printed = run("--only", "trainer-ddp", cache=tmp_path)
+    assert (code, "1 of 1 cells right" in printed) == (0, True)
     words = ("--against", str(faulty_python), "--only", "ddp-reused,ddp-clip", "--json")
     code, printed = run(*words, cache=tmp_path)
     found = json.loads(printed)

@@ -76,8 +76,8 @@ class LiveStorages(TorchDispatchMode):
     Attributes:
         made: Number of storages counted so far.
         sizes: Bytes of each of them, by serial number.
-        sources: The storages, for each, that a compiler computes it from again in backward: what
-            is elementwise is fused, and is not kept.
+        fused_from: The storages that each was computed from by an elementwise operation, which a
+            compiler can compute again in backward; others have none.
         same: The first storage, for each, that is the same one in the same dtype: compiled code has
             one copy.
         read: Storages that products and kernels have read, as they are.
@@ -90,7 +90,7 @@ class LiveStorages(TorchDispatchMode):
         super().__init__()
         self.made = 0
         self.sizes: dict[int, int] = {}
-        self.sources: dict[int, frozenset[int]] = {}
+        self.fused_from: dict[int, frozenset[int]] = {}
         self.same: dict[int, int] = {}
         self.read: set[int] = set()
         self.products: list[int] = []
@@ -123,7 +123,8 @@ class LiveStorages(TorchDispatchMode):
                 elif self._counts:
                     self._add(leaf, inputs, fused=func._opname not in SEPARATE)
                     if func._opname == "_to_copy":
-                        copy = self.serial(inputs[0]), leaf.dtype
+                        copied = self.serial(inputs[0])
+                        copy = self.same.get(copied, copied), leaf.dtype
                         self.same[self.made] = self._copies.setdefault(copy, self.made)
         if func._opname in SEPARATE:
             self.read.update(map(self.serial, inputs))
@@ -168,10 +169,8 @@ class LiveStorages(TorchDispatchMode):
         self.sizes[self.made] = storage.nbytes()
         # A reduction has fewer elements than it reads.
         if fused and tensor.numel() >= max((part.numel() for part in inputs), default=0):
-            read = (self.sources.get(self.serial(part), frozenset()) for part in inputs)
-            self.sources[self.made] = frozenset[int]().union(*read)
-        else:
-            self.sources[self.made] = frozenset({self.made})
+            # The result itself is among them where it is a view of what is not counted.
+            self.fused_from[self.made] = frozenset(map(self.serial, inputs)) - {self.made}
         self._has_grown = True
 
 
