@@ -15,6 +15,7 @@ from toolkit.errors import UsageError
 from toolkit.jobs.terms import CATEGORIES
 from toolkit.planning.plan import plan
 from toolkit.planning.render import plans
+from toolkit.planning.render.plans import heading
 from toolkit.planning.render.plot import GPU_COUNTS
 from toolkit.planning.speed.traffic import collectives
 from toolkit.strategies import STRATEGIES
@@ -145,8 +146,9 @@ def test_a_narrow_terminal_cuts_no_number(found):
 
 def test_rows_longer_than_the_model_knows_are_noted_and_the_default_is_no_longer():
     assert plan("gpt2").rows[0].job.sequence == 1024
-    assert "positions" in " ".join(plan("meta-llama/Llama-2-7b-hf", sequence=8192).notes)
-    assert not plan("meta-llama/Llama-2-7b-hf").notes
+    for sequence, noted in ((None, 0), (4096, 0), (4097, 1)):
+        notes = plan("meta-llama/Llama-2-7b-hf", sequence=sequence).notes
+        assert [note.count("4,096 positions: longer rows") for note in notes] == [1] * noted
 
 
 def test_hours_and_dollars_stand_in_the_table_once_tokens_are_given(found):
@@ -225,6 +227,7 @@ def test_the_figure_is_drawn(found, tmp_path, name):
         "GiB on the fullest GPU",
         "by strategy",
         "by number of GPUs",
+        f">{heading(found)[:20]}",
         ">GPUs</text>",
         *(f">{category}</text>" for row in found.rows for category in row.memory.by_category()),
     ):

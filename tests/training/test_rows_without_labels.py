@@ -99,6 +99,32 @@ def test_a_users_trainer_names_rows_without_a_token_to_learn_among_others(tmp_pa
     assert "toolkit: 8 of the 8 rows that rank 0 trained had no token to learn" in printed
 
 
+MEAN = """
+from transformers import LlamaForCausalLM
+
+class Mean(LlamaForCausalLM):
+    accepts_loss_kwargs = False
+"""
+
+
+def test_a_mean_over_each_micro_batch_is_refused_where_fillers_stand_among_the_rows(
+    cache, launch_environment, tmp_path
+):
+    """As that of Gemma 3n, which transformers 5.24 lets divide by its own tokens."""
+    tokenizer = load_tokenizer(build_model())
+    tokenizer.save_pretrained(tmp_path / "m")
+    model = tiny_llama(vocabulary=len(tokenizer))
+    model.config.auto_map = {"AutoModelForCausalLM": "mean.Mean"}
+    model.save_pretrained(tmp_path / "m")
+    (tmp_path / "m" / "mean.py").write_text(MEAN)
+    flags = ["--max_train_samples", 9, "--num_train_epochs", 1, "--trust_remote_code"]
+    flags += ["--model_name_or_path", tmp_path / "m", "--output_dir", tmp_path / "o"]
+    done = launches.run([*launches.TRAIN, *flags], folder=tmp_path, environment=launch_environment)
+    assert done.returncode == 2, done.stdout
+    assert "the loss of this model divides by the tokens of each micro-batch" in done.stdout
+    assert not (tmp_path / "o" / "steps.jsonl").exists()
+
+
 @pytest.mark.parametrize("engine", ["trainer", "loop"])
 def test_a_model_that_fillers_would_break_is_refused_before_it_trains(
     engine, cache, launch_environment, tmp_path

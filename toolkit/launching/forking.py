@@ -30,7 +30,7 @@ SOCKET: Final = "TOOLKIT_WARM_SOCKET"
 """Variable with the path of a warm process's socket, if launches should be forked from it."""
 
 OF_A_LAUNCH: Final = frozenset(
-    {STATUS_DIR, LAUNCHER_PID, SOCKET, "TOOLKIT_CACHE", "PYTHONUNBUFFERED", "PWD", "_"}
+    {STATUS_DIR, LAUNCHER_PID, SOCKET, "TOOLKIT_CACHE", "PYTHONUNBUFFERED", "PWD", "TERM", "_"}
 )
 """Variables that no import reads: launches that differ in these alone share a warm process."""
 
