@@ -127,20 +127,6 @@ def test_nothing_of_torch_is_loaded():
     assert ran.stdout == "False\n"
 
 
-@pytest.mark.long
-def test_a_cell_has_one_output_for_the_lines_and_one_for_the_answer(here):
-    cell = new_code_cell("import toolkit\ntoolkit.launch('ddp', args=['--max_steps', '2'])")
-    client = nbclient.NotebookClient(
-        new_notebook(cells=[cell]), timeout=300, resources={"metadata": {"path": str(here)}}
-    )
-    lines, answer = client.execute().cells[0].outputs
-    assert (lines.output_type, answer.output_type) == ("display_data", "execute_result")
-    shown = lines.data["text/plain"]
-    assert "\ntrained   2 steps" in shown
-    assert "\ntry it    toolkit generate runs/ddp-" in shown
-    assert "DistributedDataParallel" in answer.data["text/html"]
-
-
 def test_a_plan_is_one_output_of_a_cell_and_its_text_says_the_same():
     cell = new_code_cell("import toolkit\ntoolkit.plan('7b')")
     (answer,) = nbclient.NotebookClient(new_notebook(cells=[cell])).execute().cells[0].outputs

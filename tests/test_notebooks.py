@@ -119,6 +119,17 @@ def test_it_runs_from_top_to_bottom(path, tmp_path, kernel_environment):
         assert part in text, text
     assert "\x1b" not in text
     assert "CUDAs" not in text
+    if path.stem == "01_first_run":
+        (launching,) = [cell for cell in code_of(ran) if "toolkit.launch(" in cell.source]
+        one_output_for_the_lines_and_one_for_the_answer(*launching.outputs)
+
+
+def one_output_for_the_lines_and_one_for_the_answer(lines, answer):
+    assert (lines.output_type, answer.output_type) == ("display_data", "execute_result")
+    shown = lines.data["text/plain"]
+    assert "\ntrained   60 steps" in shown
+    assert "\ntry it    toolkit generate runs/zero2" in shown
+    assert "DeepSpeedEngine" in answer.data["text/html"]
 
 
 LAUNCHES_WITH = """

@@ -313,8 +313,11 @@ def test_python_is_python_and_names_what_there_is(page, text):
     "text",
     [pytest.param(text, marks=[pytest.mark.long] * ("launch(" in text)) for text in RUN_HERE],
 )
-def test_python_that_needs_no_ranks_runs(text, tmp_path, monkeypatch):
-    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
+def test_python_that_needs_no_ranks_runs(text, request, tmp_path, monkeypatch):
+    if "launch(" in text:
+        request.getfixturevalue("as_launched")
+    else:
+        monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     exec(compile(text, "docs", "exec"), {})
 
