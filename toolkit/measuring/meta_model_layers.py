@@ -63,7 +63,7 @@ def kept_by_compiler(live: LiveStorages, kept: set[int], first: int) -> dict[int
     otherwise never be written counts twice, and one a tenth more for each operation to backward.
     Storages from before `first` are kept in any case.
     """
-    import networkx
+    import networkx  # torch depends on it
 
     def computed_from(serial: int) -> set[int]:
         """Return what backward would compute it from again; nothing where it is written anyway."""
