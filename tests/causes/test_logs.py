@@ -706,3 +706,21 @@ def test_many_failures_are_kept_in_little_room():
 
 def test_lines_of_a_text_are_numbered_from_one():
     assert [line.number for line in lines_of(["a", "b"])] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "named"),
+    [
+        (CLOSED, -9, ("killed", (1,))),
+        (CLOSED, -15, ("neighbour-gone", (0,))),
+        ("ValueError: no such column", -9, ("unknown", (0,))),
+    ],
+)
+def test_a_rank_that_was_killed_is_named_where_its_neighbour_was_seen_to_end_first(
+    error, code, named
+):
+    one = "[{rank}]:\n  rank      : {rank} (local_rank: {rank})\n  exitcode  : {code} (pid: 7)\n"
+    report = one.format(rank=1, code=code) + "Root Cause (first observed failure):\n"
+    text = traceback(error, before="[rank0]: ") + report + one.format(rank=0, code=1)
+    diagnosis = diagnose(log_of(text))
+    assert (diagnosis.name, diagnosis.ranks) == named

@@ -114,10 +114,14 @@ def diagnose(log: Log) -> Diagnosis | None:
     matches = [match for at, match in enumerate(matches) if not _follows(match, matches[:at])]
     # Python's sort is stable: among equals the first in the log stays first.
     matches.sort(key=lambda match: match.order)
-    if log.exit is not None and log.exit.code < 0 and not _explains(matches, log.exit):
-        known = SIGNALS.get(signal.Signals(-log.exit.code)) if -log.exit.code < 65 else None
+    ended = log.exit
+    if matches and all(match.order == ORDER["echo"] for match in matches):
+        # The launcher may have seen the end of its neighbour first.
+        ended = log.signalled or ended
+    if ended is not None and ended.code < 0 and not _explains(matches, ended):
+        known = SIGNALS.get(signal.Signals(-ended.code)) if -ended.code < 65 else None
         if known is not None:
-            return _of_exit(log.exit, cause_named(known))
+            return _of_exit(ended, cause_named(known))
     if matches:
         return _of_failure(matches[0], matches, log)
     if log.last is not None and ERROR_LINE.match(log.last.text.strip()):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import signal
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -181,6 +182,10 @@ class Log:
 
     failures: list[Failure] = field(default_factory=list[Failure])
     exit: Exit | None = None
+    signalled: Exit | None = None
+    """The first rank in the launcher's report that a signal ended, but for the one it sends itself;
+    another rank may be the report's root."""
+
     ranks: set[int] = field(default_factory=set[int])
     lines: int = 0
     metrics: dict[str, Metric] = field(default_factory=dict[str, Metric])
@@ -361,9 +366,12 @@ class Reader:
             self._report_rank = int(match[1])
             self.log.ranks.add(int(match[1]))
         elif match := CODE_IN_REPORT.match(text):
+            ended = Exit(code=int(match[1]), rank=self._report_rank, line=line)
             if self._in_root or self.log.exit is None:
-                self.log.exit = Exit(code=int(match[1]), rank=self._report_rank, line=line)
+                self.log.exit = ended
                 self._in_root = False
+            if ended.code < 0 and ended.code != -signal.SIGTERM:
+                self.log.signalled = self.log.signalled or ended
         elif text.startswith(ROOT_IN_REPORT):
             self._in_root = True
         elif ELASTIC_FIRST.search(text) and (ELASTIC_LINE.match(text) or ".elastic." in text):
