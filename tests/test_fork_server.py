@@ -81,7 +81,11 @@ def ignore():
 
 @pytest.mark.parametrize(
     ("strategy", "ignored"),
-    [("ddp", [signal.SIGHUP]), ("zero2", []), ("single", [signal.SIGHUP, signal.SIGINT])],
+    [
+        ("ddp", [signal.SIGHUP]),
+        pytest.param("zero2", [], marks=pytest.mark.sweep),
+        ("single", [signal.SIGHUP, signal.SIGINT]),
+    ],
 )
 def test_a_script_finds_itself_in_the_same_place(start, tmp_path, ignore, strategy, ignored):
     ignore(ignored)

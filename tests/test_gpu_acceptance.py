@@ -20,7 +20,9 @@ from kit.cells import Refused
 from kit.result import Result
 
 SCRIPT = str(ROOT / "benchmarks" / "gpu_acceptance.py")
-CHEAP = ("doctor", "warm", "too-large", "resume", "tuned", "compare", "two-ranks-fsdp")
+CHEAP = ("doctor", "warm", "too-large", "tuned", "two-ranks-fsdp")
+FURTHER = ("resume", "compare")
+"""Cheap ones that start several launches: a sweep has them."""
 
 
 @pytest.fixture(scope="session")
@@ -43,11 +45,16 @@ def accept(launch_environment):
     return run
 
 
+@pytest.fixture(scope="session", params=[CHEAP, pytest.param(FURTHER, marks=pytest.mark.sweep)])
+def steps(request):
+    return request.param
+
+
 @pytest.fixture(scope="session")
-def smoke(accept, tmp_path_factory):
-    """Return the result of the cheap steps on the CPU."""
+def smoke(accept, steps, tmp_path_factory):
+    """Return the result of cheap steps on the CPU."""
     folder = tmp_path_factory.mktemp("acceptance")
-    accept("--smoke", "--steps", *CHEAP, "--out", folder)
+    accept("--smoke", "--steps", *steps, "--out", folder)
     return result_in(folder)
 
 
@@ -61,16 +68,27 @@ def measured(result, name):
     return row["measured"]
 
 
-def test_each_step_is_ok_or_says_why_it_is_skipped(smoke):
-    assert [row["cell"] for row in smoke.rows] == [*CHEAP]
+of_the_cheap = pytest.mark.parametrize("steps", [CHEAP], indirect=True, scope="session")
+of_the_further = pytest.mark.parametrize(
+    "steps", [pytest.param(FURTHER, marks=pytest.mark.sweep)], indirect=True, scope="session"
+)
+
+
+def test_each_step_is_ok_or_says_why_it_is_skipped(smoke, steps):
+    assert [row["cell"] for row in smoke.rows] == [*steps]
     for row in smoke.rows:
         expected = "skipped" if row["cell"] == "too-large" else "ok"
         assert row["status"] == expected, row
         assert (row["reason"] is None) == (expected == "ok")
         assert row["seconds"] > 0
+
+
+@of_the_cheap
+def test_the_doctor_was_asked(smoke):
     assert {one["name"] for one in measured(smoke, "doctor")["findings"]} >= {"gpus", "versions"}
 
 
+@of_the_cheap
 def test_a_process_was_forked_and_a_reason_why_none_could_be_fails_the_step(
     smoke, tmp_path, monkeypatch
 ):
@@ -88,6 +106,7 @@ def test_a_process_was_forked_and_a_reason_why_none_could_be_fails_the_step(
     assert task.measured["exit_code"] == 0
 
 
+@of_the_further
 def test_each_run_of_the_comparison_has_its_gaps_its_device_and_its_prediction(smoke):
     found = measured(smoke, "compare")
     assert (found["exit_code"], len(found["runs"])) == (0, 3)
@@ -99,9 +118,10 @@ def test_each_run_of_the_comparison_has_its_gaps_its_device_and_its_prediction(s
         assert run["name"].startswith("single") or run["loss_gap"] < 1e-4
     engaged = {run["distributed_type"] for run in found["runs"]}
     assert engaged == {"NO", "DEEPSPEED", "FSDP"}
+    assert all(run["groups"] in ([], ["gloo"]) for run in found["runs"])
 
 
-def test_a_log_tells_of_nccl_where_a_rank_has_made_a_group_of_it(smoke, tmp_path):
+def test_a_log_tells_of_nccl_where_a_rank_has_made_a_group_of_it(tmp_path):
     lines = [
         "[I1126 ProcessGroupNCCL.cpp:9] [Rank 0] ProcessGroupNCCL initialization options: size: 1",
         "NCCL version 2.28.9+cuda13.0",
@@ -112,9 +132,9 @@ def test_a_log_tells_of_nccl_where_a_rank_has_made_a_group_of_it(smoke, tmp_path
     row |= dict.fromkeys(("predicted", "step_seconds", "rehearsal"))
     facts = acceptance.run_facts(row | {"name": "x", "status": "ok", "folder": "run"}, tmp_path)
     assert (facts["groups"], facts["nccl"]) == (["nccl"], "2.28.9+cuda13.0")
-    assert all(run["groups"] in ([], ["gloo"]) for run in measured(smoke, "compare")["runs"])
 
 
+@of_the_cheap
 def test_the_tuned_run_was_compiled_and_learned(smoke):
     found = measured(smoke, "tuned")
     assert found["speed"]["on"]["compile_blocks"]["backend"] == "aot_eager"
@@ -124,6 +144,7 @@ def test_the_tuned_run_was_compiled_and_learned(smoke):
     assert found["losses"][-1] < found["losses"][0]
 
 
+@of_the_further
 def test_the_run_that_was_ended_goes_on_to_the_last_bit(smoke):
     found = measured(smoke, "resume")
     assert (found["states"], found["cut_exit_code"]) == (["preempted"], 1)
@@ -133,12 +154,14 @@ def test_the_run_that_was_ended_goes_on_to_the_last_bit(smoke):
     assert found["to_the_last_bit"]
 
 
+@of_the_cheap
 def test_two_ranks_save_and_gather(smoke):
     found = measured(smoke, "two-ranks-fsdp")
     assert (found["status"], found["saved"]) == ("ok", ["model.safetensors"])
     assert [(one["gather"], one["ends"]) for one in found["gathers"]] == [("full_tensor", "well")]
 
 
+@of_the_cheap
 def test_the_page_has_each_step_and_says_that_it_is_no_gpu(smoke):
     page = smoke.file.with_suffix(".md").read_text()
     assert "none of its numbers says anything of a GPU" in page

@@ -151,7 +151,7 @@ def test_a_sound_run_passes_every_gate(judged) -> None:
         pytest.param(
             "half_the_gradient_of_one_norm",
             "model.layers.1.post_attention_layernorm.weight",
-            marks=pytest.mark.long,
+            marks=pytest.mark.sweep,
         ),
     ],
 )

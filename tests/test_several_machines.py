@@ -104,7 +104,9 @@ def on_one_machine(launch_environment, tmp_path_factory):
     return record
 
 
-@pytest.mark.parametrize("name", RANKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param("ddp", marks=pytest.mark.sweep), "zero3", "fsdp_hybrid"]
+)
 def test_launchers_train_as_one(name, on_one_machine, launch_environment, tmp_path):
     ranks, machines = RANKS[name], MACHINES[name]
     commands = configs(name, tmp_path, ranks=ranks)
@@ -124,7 +126,7 @@ def test_launchers_train_as_one(name, on_one_machine, launch_environment, tmp_pa
     assert control["machines"] == [{"name": None, "ranks": [*range(ranks)]}]
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.sweep)])
 def test_the_machine_that_is_gone_is_named(killed, launch_environment, tmp_path):
     commands = configs("ddp", tmp_path, ranks=2)
     many = ("--max_steps", "100000")
