@@ -85,7 +85,7 @@ def extended(tmp_path_factory):
     left_out = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "toolkit", folder / "toolkit", ignore=left_out)
     for files in STEPS.values():
-        for name, (*places,) in files.items():
+        for name, places in files.items():
             path = folder / "toolkit" / name
             for after, added in zip(places[::2], places[1::2], strict=True):
                 before, found, rest = path.read_text().partition(after)

@@ -156,7 +156,7 @@ def test_grouped_heads_in_fp32_keep_on_a_gpu_what_sdpa_in_torchs_operations_keep
 
 OVER = {"gpt2": 0.006, "phi3": 0.06}
 """By how much compiled layers are planned too high: of a LayerNorm's two numbers a token one is
-kept, and of phi3's one product for queries, keys and values a part."""
+kept; what phi3 keeps less of is not known."""
 
 
 # torch._dynamo 2.13 reads it of every tensor that enters a graph (variables/builder.py).

@@ -61,7 +61,7 @@ def kept_by_compiler(live: LiveStorages, kept: set[int], first: int) -> dict[int
     That is the cheapest cut between what is computed once and what backward reads, with the weights
     of torch's partitioner (2.13, `min_cut_rematerialization_partition`): a tensor that would
     otherwise never be written counts twice, and one a tenth more for each operation to backward.
-    Storages from before `first` are kept in any case.
+    Storages from before `first` are there in any case, and cost nothing.
     """
     import networkx  # torch depends on it
 
