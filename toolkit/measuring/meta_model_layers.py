@@ -73,10 +73,11 @@ def kept_by_compiler(live: LiveStorages, kept: set[int], first: int) -> dict[int
         return {live.same.get(part, part) for part in made_from}
 
     read_by_backward = {serial: live.same.get(serial, serial) for serial in kept}
+    saved = {node for node in read_by_backward.values() if not computed_from(node)}
     graph = networkx.DiGraph()
     graph.add_nodes_from(("computed once", "backward"))
-    graph.add_edges_from(((node, "out"), "backward") for node in read_by_backward.values())
-    nodes, level, steps = set[int](), {*read_by_backward.values()}, 0
+    nodes, level, steps = set[int](), {*read_by_backward.values()} - saved, 0
+    graph.add_edges_from(((node, "out"), "backward") for node in level)
     while level:
         nodes |= level
         steps += 1
@@ -87,12 +88,12 @@ def kept_by_compiler(live: LiveStorages, kept: set[int], first: int) -> dict[int
             graph.add_edge((node, "in"), (node, "out"), capacity=weight)
             if not made_from:
                 graph.add_edge("computed once", (node, "in"))
-            inside = {part for part in made_from if part >= first}
+            inside = {part for part in made_from if part >= first} - saved
             graph.add_edges_from(((part, "out"), (node, "in")) for part in inside)
             before |= inside
         level = before - nodes
     _, (reached, _) = networkx.minimum_cut(graph, "computed once", "backward")
-    saved = {node for node in nodes if (node, "in") in reached and (node, "out") not in reached}
+    saved |= {node for node in nodes if (node, "in") in reached and (node, "out") not in reached}
 
     def needed(node: int) -> set[int]:
         if node in saved:
