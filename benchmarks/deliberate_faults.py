@@ -105,7 +105,7 @@ RANKS = {
                   "tests/test_rehearse.py"),
     "planning": ("tests/planning", "tests/test_cli.py"),
     "records": ("tests/test_results.py", "tests/comparing", STRATEGIES),
-    "stack": ("tests/verifying", "tests/causes"),
+    "stack": ("tests/verifying", "tests/doctor"),
     "tables": ("tests/tables", "tests/comparing", "tests/planning"),
     "training": ("tests/training", "tests/test_train.py", "tests/test_methods.py",
                  "tests/test_speed_in_ranks.py", STRATEGIES,

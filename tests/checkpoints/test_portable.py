@@ -28,7 +28,8 @@ MOVES = [
     ("zero2:2", "single:1", ("--method", "lora")),
     pytest.param("fsdp:4", "zero2:2", ("--method", "lora", "--bf16"), marks=pytest.mark.sweep),
 ]
-"""Each kind of engine writes and reads once; benchmarks/portable_matrix.py has all."""
+"""Each kind of engine writes and reads once in a tier, FSDP reads what is converted below;
+benchmarks/portable_matrix.py has all."""
 
 
 @pytest.fixture
