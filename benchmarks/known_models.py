@@ -508,9 +508,10 @@ def main() -> None:
         *([] if sys.argv[1:] else SWITCHES)
     ]:
         text = json.dumps(count(model_type), separators=(",", ":"))
-        # Without a time in it, the same count makes the same file.
-        data = gzip.compress(text.encode(), mtime=0)
-        (KNOWN / f"{model_type}.json.gz").write_bytes(data)
+        path = KNOWN / f"{model_type}.json.gz"
+        # Another zlib packs the same text otherwise: the same count leaves the file as it is.
+        if not path.exists() or gzip.decompress(path.read_bytes()) != text.encode():
+            path.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 if __name__ == "__main__":

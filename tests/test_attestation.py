@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from concurrent.futures import ThreadPoolExecutor
 
 import launches
 import pytest
@@ -250,7 +249,7 @@ def test_only_accelerates_own_launcher_is_asked(command, words):
 
 
 def test_a_launch_that_lost_its_ranks_or_its_backend_on_the_way_is_refused(
-    cold_environment, tmp_path
+    cold_environment, launch_environment, tmp_path
 ):
     trains = ["-m", "toolkit.train", "--output_dir", tmp_path / "out"]
     with_config = ["--config_file", CONFIGS / "fsdp.yaml", "--cpu", *trains]
@@ -261,11 +260,12 @@ def test_a_launch_that_lost_its_ranks_or_its_backend_on_the_way_is_refused(
         ["--num_processes", 1, "-m", "toolkit.rehearse", script],
     ]
 
-    def start(line):
-        return launches.run([*launches.TYPED, *line], environment=cold_environment)
-
-    with ThreadPoolExecutor() as pool:
-        on_cpu, without_config, alone = pool.map(start, lines)
+    # The first as typed: a launcher is asked for its words, and a warm one has them another way.
+    variables = [cold_environment, launch_environment, launch_environment]
+    on_cpu, without_config, alone = (
+        launches.run([*launches.TYPED, *line], environment=environment)
+        for line, environment in zip(lines, variables, strict=True)
+    )
     for done, asked in ((on_cpu, "2 ranks of FSDP"), (without_config, "2 ranks")):
         assert f"refused: accelerate launch was asked for {asked} (" in done.stdout, done.stdout
         assert "and started one process without a backend" in done.stdout

@@ -84,7 +84,7 @@ def ignore():
     [
         ("ddp", [signal.SIGHUP]),
         pytest.param("zero2", [], marks=pytest.mark.sweep),
-        ("single", [signal.SIGHUP, signal.SIGINT]),
+        pytest.param("single", [signal.SIGHUP, signal.SIGINT], marks=pytest.mark.sweep),
     ],
 )
 def test_a_script_finds_itself_in_the_same_place(start, tmp_path, ignore, strategy, ignored):
@@ -348,6 +348,37 @@ def test_an_error_is_printed_as_python_prints_it(tmp_path, hook):
     assert forked == plain
 
 
+def test_at_its_end_a_fork_takes_back_no_operator_and_runs_the_handlers_of_others():
+    script = (
+        "import atexit, sys, weakref\n"
+        "from torch.library import Library\n"
+        "import torch\n"
+        "from toolkit import fork_server\n"
+        "of_imports = Library('of_imports', 'DEF')\n"
+        "of_imports.define('one(Tensor x) -> Tensor')\n"
+        "weakref.finalize(sys, print, 'of others')\n"
+        "fork_server.keep_operators_at_exit()\n"
+        "atexit._run_exitfuncs()\n"
+        "print(hasattr(torch.ops.of_imports, 'one'))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.splitlines() == ["of others", "True"]
+
+
+def test_an_error_whose_hook_fails_is_printed_too(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nsys.excepthook = lambda *error: 1 / 0\nraise ValueError('the first')\n"
+    )
+    for command in ([sys.executable], FORKED):
+        done = subprocess.run([*command, script, ROOM], capture_output=True, text=True)
+        assert done.returncode == 1, command
+        for error in ("ZeroDivisionError: division by zero", "ValueError: the first"):
+            assert error in done.stderr, (command, error)
+
+
 def test_a_launcher_whose_forking_process_was_killed_starts_its_ranks_cold():
     script = (
         "import subprocess, sys\n"
@@ -556,7 +587,10 @@ def sleeping(tmp_path, cold_environment):
     return parent, below
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.sweep)],
+)
 def test_whatever_ends_the_command_nothing_of_it_stays(sleeping, number):
     parent, below = sleeping
     os.kill(parent.pid, number)

@@ -65,7 +65,7 @@ def test_bf16_is_computed_in_and_held_to_its_gates(toolkit, tmp_path):
 def test_fp16_skips_what_overflows_and_moves_no_schedule_on(toolkit, tmp_path, steep_model):
     runs = compare(
         *(toolkit, tmp_path / "runs", "--strategies", "single,ddp", "--precision", "fp16"),
-        *("--engine", "both", "--", "--model_name_or_path", steep_model),
+        *("--engine", "both", "--", "--model_name_or_path", steep_model, "--max_length", 32),
     )
     records = {name: read_record(tmp_path / "runs" / row["folder"]) for name, row in runs.items()}
     for name, record in records.items():
@@ -82,6 +82,7 @@ def test_fp16_skips_what_overflows_and_moves_no_schedule_on(toolkit, tmp_path, s
 @pytest.mark.parametrize("engine", [pytest.param("trainer", marks=pytest.mark.sweep), "loop"])
 def test_a_run_in_fp16_goes_on_bit_for_bit(tmp_path, steep_model, launch_environment, engine):
     flags = ("--max_steps", STEPS, "--save_steps", STEPS - 2, "--model_name_or_path", steep_model)
+    flags += ("--max_length", 32)
     run = Run("ddp", engine, tmp_path / "run", launch_environment, flags, precision="fp16")
     run.go()
     record = read_record(run.output)

@@ -27,7 +27,13 @@ VERDICTS = {
 }
 
 
-@pytest.mark.parametrize(("strategy", "fault"), VERDICTS)
+@pytest.mark.parametrize(
+    ("strategy", "fault"),
+    [
+        pytest.param(*case, marks=[pytest.mark.sweep] if case == ("fsdp", "slow") else [])
+        for case in VERDICTS
+    ],
+)
 def test_a_script_that_hangs_is_ended_and_its_missing_rank_named(launch, tmp_path, strategy, fault):
     script = [SCRIPTS / "hangs.py", fault, tmp_path / "begun"]
     done = launch(strategy, "-m", "toolkit.rehearse", "--hang_timeout", SECONDS, *script)

@@ -25,6 +25,7 @@ import sys
 import time
 import traceback
 import types
+import weakref
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from types import FrameType
 from typing import Any, Final, NoReturn
 
 from toolkit import environment, search_path
+from toolkit.configs.check.libraries import accelerate_library, deepspeed_library
 from toolkit.launching import forking, supervised
 from toolkit.launching.forking import COLD, STREAMS, Fork, ForkRequest, WarmError
 from toolkit.launching.launch import LAUNCHER
@@ -54,8 +56,11 @@ IMPORTED: Final = (
     "transformers.trainer",
     "transformers.models.llama.modeling_llama",
     "deepspeed",
+    "deepspeed.module_inject.auto_ep_config",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
     "peft",
     "datasets",
+    "rich.progress",
     "toolkit.training.run",
     "toolkit.training.preflight",
     "toolkit.training.preflight_process",
@@ -105,6 +110,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     with watched_imports() as watch:
         variables = import_everything()
     files = open_files() - {listener}
+    keep_operators_at_exit()
     gc.freeze()  # a collection in a fork would copy every page
     gc.enable()
     imported = Imported(
@@ -167,12 +173,27 @@ def import_everything() -> dict[str, str]:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
         get_checkpoint_conversion_mapping("llama")  # a thousand patterns, of all models
+    for library in (accelerate_library, deepspeed_library):  # each rank judges its config by them
+        with contextlib.suppress(Exception):  # not installed, which a rank says that needs it
+            library()
     ours = {*before, *NO_THREADS, "DS_ACCELERATOR"}
     variables = {name: value for name, value in os.environ.items() if name not in ours}
     os.environ.clear()
     os.environ.update(before)
     close_nvml()
     return variables
+
+
+def keep_operators_at_exit() -> None:
+    """Have no fork take back torch's operators one by one at its end: that copies 40 MB of pages.
+
+    `torch.library.Library` registers it (torch 2.13); the process ends, and its operators with it.
+    """
+    from torch.library import Library
+
+    for finalizer in weakref.finalize._select_for_exit():  # pyright: ignore
+        if (watched := finalizer.peek()) and isinstance(watched[0], Library):
+            finalizer.atexit = False
 
 
 @contextlib.contextmanager

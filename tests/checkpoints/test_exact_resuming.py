@@ -72,7 +72,7 @@ def test_resumed_from_within_an_epoch_it_goes_on_bit_for_bit(
     if case in EVALUATES:
         held_out = tmp_path / "held_out.jsonl"
         held_out.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-        flags += ["--validation_file", held_out, "--eval_steps", SAVED, "--sample_prompts", 2]
+        flags += ["--validation_file", held_out, "--eval_steps", SAVED, "--sample_prompts", 1]
     backend = backend_of(STRATEGIES[strategy])
     splits = backend.splits_model or backend.splits_rows
     model = ("--model_name_or_path", dropout_llama if splits else dropout_model)

@@ -22,6 +22,9 @@ from toolkit.measuring.attestation import Refused
 RANKS: Final = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """The variables of which torch's launcher or one of MPI sets one for each of its ranks."""
 
+FORKS_RANKS: Final = "toolkit.fork_server"
+"""In the command of the process between a warm launcher and its ranks."""
+
 BACKENDS: Final = {
     "use_deepspeed": "DEEPSPEED",
     "use_fsdp": "FSDP",
@@ -63,8 +66,10 @@ def check_config_file() -> None:
 def words_of_launch() -> Sequence[str] | None:
     """Return the arguments of the `accelerate launch` that started this rank; None: not known."""
     with suppress(psutil.Error, OSError):
-        parent = psutil.Process().parent()
-        return launcher_words([] if parent is None else parent.cmdline())
+        for above in psutil.Process().parents():
+            command = above.cmdline()
+            if FORKS_RANKS not in command:
+                return launcher_words(command)
     return None
 
 
