@@ -260,7 +260,7 @@ def test_a_launch_that_lost_its_ranks_or_its_backend_on_the_way_is_refused(
         ["--num_processes", 1, "-m", "toolkit.rehearse", script],
     ]
 
-    # The first as typed: a launcher is asked for its words, and a warm one has them another way.
+    # Below a warm launcher, a process that forks stands between it and its rank.
     variables = [cold_environment, launch_environment, launch_environment]
     on_cpu, without_config, alone = (
         launches.run([*launches.TYPED, *line], environment=environment)

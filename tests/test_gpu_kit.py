@@ -226,7 +226,9 @@ NEEDING = {
     ("libraries", "unmoved"),
     [
         (("datasets", "deepspeed", "peft", "rich", "typer", "pynvml"), "machine"),
-        (("trl", "bitsandbytes", "matplotlib"), "toolkit compare, no"),
+        pytest.param(
+            ("trl", "bitsandbytes", "matplotlib"), "toolkit compare, no", marks=pytest.mark.sweep
+        ),
     ],
 )
 def test_a_library_that_is_missing_is_a_row_and_stops_nothing_else(

@@ -18,6 +18,10 @@ STEPS, ROWS, TOKENS = 2, 4, 64
 KINDS = {"full": "fsdp", "lora": "ddp", "qlora": "zero2"}
 """Methods, and the strategy of each."""
 
+CASES = [(method, False) for method in KINDS]
+CASES.append(pytest.param("full", True, marks=pytest.mark.sweep))
+"""The last as typed, by a shell; of the others a shell reads the words, and a warm process runs."""
+
 
 @pytest.fixture
 def pasted(launch_environment, tmp_path):
@@ -52,13 +56,13 @@ def option_for(method, folder):
     return replace(found.options[0], candidate=leanest)
 
 
-@pytest.mark.parametrize("method", KINDS)
-def test_a_command_that_is_recommended_trains_as_it_stands(method, pasted, tmp_path, cache):
+@pytest.mark.parametrize(("method", "cold"), CASES)
+def test_a_command_that_is_recommended_trains_as_it_stands(method, cold, pasted, tmp_path, cache):
     option = option_for(method, build_model())
     job, line = option.candidate.job, paste_line(option)
     assert job.chunked_loss
     assert job.checkpointing == "full"
-    done = pasted(line, cold=method == "full")
+    done = pasted(line, cold=cold)
     assert done.returncode == 0, done.stdout
     (file,) = tmp_path.glob("runs/*/record.json")
     record = json.loads(file.read_text())

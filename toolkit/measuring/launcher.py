@@ -64,7 +64,10 @@ def check_config_file() -> None:
 
 
 def words_of_launch() -> Sequence[str] | None:
-    """Return the arguments of the `accelerate launch` that started this rank; None: not known."""
+    """Return the arguments of the `accelerate launch` that started this rank; None: not known.
+
+    They stand in the command of the parent, or of the next above where a parent forks ranks.
+    """
     with suppress(psutil.Error, OSError):
         for above in psutil.Process().parents():
             command = above.cmdline()
