@@ -191,7 +191,7 @@ def keep_operators_at_exit() -> None:
     """
     from torch.library import Library
 
-    for finalizer in weakref.finalize._select_for_exit():  # pyright: ignore
+    for finalizer in weakref.finalize._select_for_exit():  # pyright: ignore[reportAttributeAccessIssue]
         if (watched := finalizer.peek()) and isinstance(watched[0], Library):
             finalizer.atexit = False
 
