@@ -47,9 +47,9 @@ def compare(toolkit, folder, *flags):
 def test_bf16_is_computed_in_and_held_to_its_gates(toolkit, tmp_path):
     runs = compare(
         *(toolkit, tmp_path / "runs", "--strategies", "single,zero2,fsdp", "--precision"),
-        *("bf16", "--engine", "loop"),
+        *("bf16", "--engine", "both"),
     )
-    assert len(runs) == 3  # under ToolkitTrainer bf16 is compared in test_methods.py, and ddp
+    assert len(runs) == 6  # ddp in bf16 is compared in test_methods.py
     exact = read_record(tmp_path / "runs" / "single-loop-1")["losses"]
     for name, row in runs.items():
         assert row["attestation"]["engaged"]["precision"] == "bf16", name
