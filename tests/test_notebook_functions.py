@@ -142,11 +142,7 @@ def test_the_stop_button_ends_every_process_of_a_run(here):
     client.start_channels()
     try:
         client.wait_for_ready(timeout=60)
-        client.execute(
-            "import toolkit\n"
-            "with toolkit.warm_launches():\n"
-            "    toolkit.launch('ddp', args=['--max_steps', '100000'])"
-        )
+        client.execute("import toolkit; toolkit.launch('ddp', args=['--max_steps', '100000'])")
         wait_for(client, lambda content: INTERRUPTED_AFTER in str(content.get("data")))
         kernel = psutil.Process(manager.provisioner.pid)
         started = kernel.children(recursive=True)

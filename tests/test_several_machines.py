@@ -105,8 +105,7 @@ def on_one_machine(launch_environment, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [*(pytest.param(name, marks=pytest.mark.sweep) for name in ("ddp", "zero3")), "fsdp_hybrid"],
+    "name", [pytest.param("ddp", marks=pytest.mark.sweep), "zero3", "fsdp_hybrid"]
 )
 def test_launchers_train_as_one(name, on_one_machine, launch_environment, tmp_path):
     ranks, machines = RANKS[name], MACHINES[name]

@@ -104,7 +104,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     die_with_parent()
     if os.getppid() != parent:
         os._exit(1)
-    set_process_title([sys.executable, "-m", "toolkit.fork_server", *arguments[:2]])
+    set_process_title([sys.executable, "-m", forking.FORK_SERVER, *arguments[:2]])
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     installed = tuple(entry for entry in sys.path if entry not in folders)
     with watched_imports() as watch:
@@ -475,7 +475,7 @@ def fork_ranks(imported: Imported) -> None:
         die_with_parent()
         if os.getppid() != launcher:
             os._exit(1)
-        set_process_title([sys.executable, "-m", "toolkit.fork_server", str(launcher)])
+        set_process_title([sys.executable, "-m", forking.FORK_SERVER, str(launcher)])
         serve(theirs, imported)
     theirs.close()
 

@@ -9,10 +9,7 @@ from places import ROOT
 from toolkit.launching.status import read_statuses
 
 
-@pytest.mark.parametrize(
-    ("form", "mebibytes"),
-    [("native", 10), pytest.param("portable", 6, marks=pytest.mark.sweep)],
-)
+@pytest.mark.parametrize(("form", "mebibytes"), [("native", 10), ("portable", 6)])
 def test_a_full_disk_is_named_by_the_run_that_it_ends(
     tmp_path, launch_environment, form, mebibytes
 ):

@@ -14,7 +14,7 @@ import pytest
 
 @pytest.fixture
 def prepare(session_cache, tmp_path):
-    """Run the verb with the cache of the tests, which has the built-in model."""
+    """Run the verb with the cache of the other tests, which may have the built-in model."""
     environment = os.environ | {"TOOLKIT_CACHE": str(session_cache), "HF_HUB_OFFLINE": "1"}
 
     def run(*words, **options):

@@ -38,6 +38,9 @@ OF_A_LAUNCHER: Final = ("ACCELERATE_", "FSDP_")
 """Prefixes of the variables that `accelerate launch` exports to its ranks, which get them after
 their fork as well."""
 
+FORK_SERVER: Final = "toolkit.fork_server"
+"""Module of the processes that fork: the warm one, and one between each launcher and its ranks."""
+
 FOLDER_PREFIX: Final = "toolkit-warm-"
 KEY_LENGTH: Final = 16
 
@@ -215,7 +218,7 @@ def warm_process(environment: Mapping[str, str]) -> Generator[Path]:
             # (`fork_server.set_process_title`).
             words = (str(os.getpid()), str(number), "-" * 4000)
             process = subprocess.Popen(
-                [sys.executable, "-m", "toolkit.fork_server", *words],
+                [sys.executable, "-m", FORK_SERVER, *words],
                 env={**environment, "PYTHONUNBUFFERED": "1"},
                 pass_fds=[number],
                 stdin=subprocess.DEVNULL,

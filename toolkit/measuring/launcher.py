@@ -17,13 +17,11 @@ from typing import Any, Final
 import psutil
 
 from toolkit.configs.check.command import refuse_errors
+from toolkit.launching.forking import FORK_SERVER
 from toolkit.measuring.attestation import Refused
 
 RANKS: Final = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """The variables of which torch's launcher or one of MPI sets one for each of its ranks."""
-
-FORKS_RANKS: Final = "toolkit.fork_server"
-"""In the command of the process between a warm launcher and its ranks."""
 
 BACKENDS: Final = {
     "use_deepspeed": "DEEPSPEED",
@@ -71,7 +69,7 @@ def words_of_launch() -> Sequence[str] | None:
     with suppress(psutil.Error, OSError):
         for above in psutil.Process().parents():
             command = above.cmdline()
-            if FORKS_RANKS not in command:
+            if FORK_SERVER not in command:
                 return launcher_words(command)
     return None
 
