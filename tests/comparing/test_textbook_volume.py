@@ -97,6 +97,15 @@ def test_padding_is_told_from_what_nobody_can_explain(sends):
     assert unknown == "1.25 times: the reason is not known"
 
 
+def test_norms_that_a_tensor_group_does_not_split_are_named(sends):
+    def said(more):
+        reduced = ("gradients", "all_reduce", PSI // 2 + more)
+        return sends("tensor_ddp", reduced, papers=PSI)
+
+    assert said(PSI // 1000) == "1.00 times: each rank of a tensor group has the norms whole"
+    assert said(PSI // 8) == "1.25 times: the reason is not known"
+
+
 def test_a_run_without_a_count_says_why(make_row):
     row = make_row(traffic=None, not_measured={"traffic": "it ended before its second step"})
     assert difference_in_words(row) == "it ended before its second step"

@@ -515,6 +515,12 @@ def packed_savings(job: Job, shard: int) -> int:
     return shard * job.shards - _packed_elements(packed, job.shards, values_per_element)
 
 
+def packed_at_most(job: Job, threshold: int) -> int:
+    """Return the elements, padded to the shards, of packed 4-bit tensors of up to `threshold`."""
+    sizes = (-(-size // (2 * job.compute_size)) for size in weights_of(job).packed.sizes)
+    return sum(padded(size, job.shards) for size in sizes if size <= threshold)
+
+
 @lru_cache(maxsize=512)
 def _packed_elements(packed: Tensors, shards: int, values_per_element: int) -> int:
     return sum(padded(size // values_per_element, shards) for size in packed.sizes)

@@ -24,6 +24,7 @@ from toolkit.backends.base import (
     in_ram,
     norm,
     on_gpu,
+    packed_at_most,
     packed_savings,
     packed_size,
     padded,
@@ -412,8 +413,8 @@ class Zero3(DeepSpeed):
         if job.shards == 1:
             return 0
         weights, threshold = weights_of(job), zero_settings(job).persistence_threshold
-        parts = (weights.trained, weights.frozen)
-        return self.weight_size(job) * sum(p.at_most(threshold, job.shards) for p in parts)
+        small = sum(p.at_most(threshold, job.shards) for p in (weights.trained, weights.frozen))
+        return self.weight_size(job) * (small + packed_at_most(job, threshold))
 
     def states(self, job: Job, rank: int = 0) -> StateBytes:
         if self.strategy.offload_parameters == "nvme":
@@ -490,7 +491,8 @@ class Zero3(DeepSpeed):
             phases=("head", "backward"),
             communicated=True,
         )
-        if job.on_cpu and self.strategy.offload_optimizer == "nvme":
+        # Without a piece in a file, nothing is read into them: they count as no tensor of a step's.
+        if job.on_cpu and self.states(job).optimizer.nvme:
             at_once = self.stepped_at_once(job)
             yield product(
                 "buckets",
@@ -591,11 +593,12 @@ class Zero3(DeepSpeed):
 
     def collectives(self, job: Job, tokens: int, rank: int) -> tuple[Collective, ...]:
         weights, size, settings = weights_of(job), self.weight_size(job), zero_settings(job)
+        threshold = settings.persistence_threshold
         gathered_if = partial(
             gathered_elements,
             job.model,
             checkpointing=job.checkpointing,
-            threshold=settings.persistence_threshold,
+            threshold=threshold,
             reuse_distance=settings.max_reuse,
             max_live=settings.max_live,
             ranks=job.gpus,
@@ -603,20 +606,23 @@ class Zero3(DeepSpeed):
         first, again = gathered_if(
             trains_base=job.method == "full", trains_embedding=job.trains_head
         )
-        parts = (weights.trained, weights.frozen, weights.packed)
-        persistent = sum(part.at_most(settings.persistence_threshold, job.gpus) for part in parts)
+        packed = packed_at_most(job, threshold)
+        persistent = packed + sum(
+            part.at_most(threshold, job.gpus) for part in (weights.trained, weights.frozen)
+        )
         gathered = first + again
         gradients = weights.trained.partitioned(job.gpus) * job.gpus
         if job.method != "full":
             # Adapters of a few thousand elements persist like norms; the others come and go with
             # the layers that they stand in, like 4-bit weights.
-            small = weights.adapters.at_most(settings.persistence_threshold, job.gpus)
+            small = weights.adapters.at_most(threshold, job.gpus)
             large = weights.adapters.partitioned(job.gpus) * job.gpus - small
             _, as_trained = gathered_if(trains_base=True, trains_embedding=True)
             gathered += round(large * (1 + as_trained / first))
-            gathered -= round(
-                packed_savings(job, weights.packed.partitioned(job.shards)) * (1 + again / first)
-            )
+            # Small ones stay; of them, only those that were small unpacked are not in `gathered`.
+            saved = packed_savings(job, weights.packed.partitioned(job.shards))
+            saved += packed - weights.packed.at_most(threshold, job.gpus)
+            gathered -= round(saved * (1 + again / first))
         gather = partial(
             Collective,
             kind="all_gather",
