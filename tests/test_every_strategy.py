@@ -27,7 +27,6 @@ from toolkit.planning.speed.traffic import collectives
 from toolkit.records.record import FILLER_ID, read_record
 from toolkit.records.results import Results, read_results
 from toolkit.strategies import STRATEGIES
-from toolkit.training.model import build_model
 
 pytestmark = pytest.mark.short
 
@@ -63,6 +62,9 @@ OPTIONS = {
 }
 """The comparisons: the six under each engine, and the others; a control is added to those."""
 
+BUILT_IN = "trainer"
+"""The comparison of the built-in model, in which sharded states are more than what passes by."""
+
 BY_ENGINE = ("trainer", pytest.param("loop", marks=pytest.mark.long))
 
 
@@ -89,14 +91,15 @@ class Compared:
 
 
 @pytest.fixture(scope="module")
-def compare(toolkit):
+def compare(toolkit, small_model):
     """Start one of the comparisons."""
 
     def start(kind, folder, timeout=1200):
         strategies, *options = OPTIONS[kind]
+        model = () if kind == BUILT_IN else ("--model_name_or_path", small_model)
         done = toolkit(
             *("compare", "--strategies", ",".join(strategies), "--output", folder, *options),
-            *("--max_steps", STEPS, "--", *FLAGS, "--eval_steps", EVAL_STEPS[kind]),
+            *("--max_steps", STEPS, "--", *model, *FLAGS, "--eval_steps", EVAL_STEPS[kind]),
             timeout=timeout,
         )
         return Compared(kind=kind, done=done, folder=folder, results=read_results(folder))
@@ -164,10 +167,10 @@ def assert_equal_gradients(row):
 
 
 def test_every_row_is_trained_exactly_once_in_each_epoch(
-    comparison, launch_environment, monkeypatch
+    comparison, small_model, launch_environment, monkeypatch
 ):
     monkeypatch.setenv("TOOLKIT_CACHE", launch_environment["TOOLKIT_CACHE"])
-    left = prepare_data(DATA, build_model()).load()["sample_id"][:]
+    left = prepare_data(DATA, small_model).load()["sample_id"][:]
     assert len(set(left)) == ROWS
     for name in comparison.trained:
         steps = read_record(comparison.folder_of(name))["sample_ids"]
@@ -194,6 +197,7 @@ def test_each_strategy_proves_what_engaged(comparison):
             strategy.offload_optimizer,
             strategy.offload_parameters,
         )
+        assert (row["memory"]["nvme_bytes"] > 0) is (strategy.offload_optimizer == "nvme")
         assert engaged["model_split_by"] == strategy.model_split_by(ranks)
         if strategy.backend == "fsdp":
             assert engaged["reshard_after_forward"] is strategy.reshard_after_forward
@@ -223,7 +227,7 @@ def test_state_bytes_equal_their_formula(usual):
         assert bytes_of[name]["optimizer_bytes"] == whole + 2 * 4
     assert bytes_of["zero3"]["gradients_bytes"] == whole // 2
     # Half of everything, and the norms, which stay whole beside their halves.
-    persistent = 4 * sum(size for size in _sizes(final) if size <= 192)
+    persistent = 4 * sum(len(shape) == 1 and shape[0] for shape in _shapes(final))
     assert bytes_of["zero3"]["parameters_bytes"] == whole // 2 + persistent
     # Sharded gradients, each group padded to DeepSpeed's alignment.
     for name in ("zero1", "zero2"):
@@ -238,7 +242,7 @@ def test_the_counted_peak_lies_where_the_planner_expects_it(comparison):
             outside[name] = (counted, ends)
         widths[name] = (ends["high"] - ends["low"]) / counted
     assert not outside
-    assert max(widths.values()) < 0.16, widths
+    assert max(widths.values()) < (0.16 if comparison.kind == BUILT_IN else 0.35), widths
 
 
 def test_the_order_of_peaks_is_the_one_that_theory_gives(usual):
@@ -250,7 +254,7 @@ def test_the_order_of_peaks_is_the_one_that_theory_gives(usual):
 
 def test_bytes_on_the_wire_equal_the_planner_and_the_rest_is_listed_apart(comparison):
     config = json.loads((comparison.folder_of("single") / "final" / "config.json").read_text())
-    model = shape_from_config(config, name="built in")
+    model = shape_from_config(config, name="small")
     for name, row in comparison.trained.items():
         job = PlannedJob(
             model=model,
@@ -310,6 +314,8 @@ def test_the_planner_predicts_the_states_of_every_rank_to_the_byte(comparison):
         assert predicted == counted, name
         exact = dict.fromkeys((*STATES, "counted_bytes", "traffic_bytes"), 0)
         assert row["predicted"]["errors"] == exact, name
+        if comparison.kind != BUILT_IN:
+            continue
         # Buffers don't hide what is sharded: the states of a model this size are more.
         estimate = estimate_memory(job)
         held = estimate.states.total
@@ -443,6 +449,6 @@ def _keys(path):
         return list(file.keys())
 
 
-def _sizes(path):
+def _shapes(path):
     with safe_open(path, "pt") as file:
-        return [file.get_tensor(key).numel() for key in file.keys()]  # noqa: SIM118
+        return [file.get_slice(key).get_shape() for key in file.keys()]  # noqa: SIM118

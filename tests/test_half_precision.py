@@ -10,21 +10,16 @@ from transformers import AutoModelForCausalLM
 from toolkit.data.tokens import load_tokenizer
 from toolkit.records.record import read_record
 from toolkit.records.results import read_results
-from toolkit.training.model import build_model
 
 STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def steep_model(tmp_path_factory, launch_environment):
+def steep_model(tmp_path_factory, small_model):
     """A folder with a model whose first gradients overflow fp16 under the usual scale of 65,536."""
     folder = tmp_path_factory.mktemp("steep")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TOOLKIT_CACHE", launch_environment["TOOLKIT_CACHE"])
-        start = build_model()
-        tokenizer = load_tokenizer(start)
-    tokenizer.save_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(start)
+    load_tokenizer(small_model).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(small_model)
     with torch.no_grad():
         model.model.norm.weight.mul_(16)
     model.save_pretrained(folder)

@@ -11,7 +11,6 @@ from toolkit.data.arguments import DataArguments
 from toolkit.data.dataset import prepare_data
 from toolkit.records.record import read_record
 from toolkit.records.results import read_results
-from toolkit.training.model import build_model
 
 MAX_LENGTH = 48
 
@@ -29,20 +28,20 @@ def texts(tmp_path_factory):
     ("packing", "strategies"), [("none", "single,ddp"), ("best_fit", "single,fsdp")]
 )
 def test_both_engines_train_on_what_follows_the_first_token_of_each_text(
-    packing, strategies, texts, toolkit, tmp_path, launch_environment, monkeypatch
+    packing, strategies, texts, toolkit, small_model, tmp_path, launch_environment, monkeypatch
 ):
     done = toolkit(
         *("compare", "--strategies", strategies, "--engine", "both", "--max_steps", 3),
         *("--throughput_steps", 0, "--global_batch_size", 8, "--output", tmp_path / "runs", "--"),
         *("--train_file", texts, "--max_length", MAX_LENGTH, "--packing", packing),
+        *("--model_name_or_path", small_model),
     )
     assert done.returncode == 0, done.stdout
     monkeypatch.setenv("TOOLKIT_CACHE", launch_environment["TOOLKIT_CACHE"])
     data = DataArguments(train_file=str(texts), max_length=MAX_LENGTH, packing=packing)
-    folder = build_model()
-    rows = prepare_data(data, folder).load()
+    rows = prepare_data(data, small_model).load()
     by_id = dict(zip(rows["sample_id"], rows, strict=True))
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(small_model)
     runs = read_results(tmp_path / "runs")["runs"]
     assert len(runs) == 4
     for run in runs:
