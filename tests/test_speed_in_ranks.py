@@ -149,7 +149,9 @@ def test_bf16_weights_train_alike_in_both_engines_and_as_autocast_does(trained):
         assert {errors[name] for name in names} == {0}
 
 
-def test_a_run_with_masters_goes_on_to_the_last_bit_and_not_without_them(launch, small_model, tmp_path):
+def test_a_run_with_masters_goes_on_to_the_last_bit_and_not_without_them(
+    launch, small_model, tmp_path
+):
     flags = ("-m", "toolkit.train", "--max_steps", 4, "--save_steps", 2, *PACKED)
     flags += ("--model_name_or_path", small_model, "--output_dir")
     assert launch("ddp", *flags, tmp_path / "whole").returncode == 0
