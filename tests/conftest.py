@@ -255,6 +255,15 @@ def small_model(tmp_path_factory, launch_environment):
 
 
 @pytest.fixture(scope="session")
+def small_training(small_model):
+    """Flags that train it at the built-in model's learning rate, which is 20 times the usual one.
+
+    So what is wrong in an update moves the losses of the next steps.
+    """
+    return "--model_name_or_path", str(small_model), "--learning_rate", "1e-3"
+
+
+@pytest.fixture(scope="session")
 def session_cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 

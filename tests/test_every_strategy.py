@@ -91,12 +91,12 @@ class Compared:
 
 
 @pytest.fixture(scope="module")
-def compare(toolkit, small_model):
+def compare(toolkit, small_training):
     """Start one of the comparisons."""
 
     def start(kind, folder, timeout=1200):
         strategies, *options = OPTIONS[kind]
-        model = () if kind == BUILT_IN else ("--model_name_or_path", small_model)
+        model = () if kind == BUILT_IN else small_training
         done = toolkit(
             *("compare", "--strategies", ",".join(strategies), "--output", folder, *options),
             *("--max_steps", STEPS, "--", *model, *FLAGS, "--eval_steps", EVAL_STEPS[kind]),

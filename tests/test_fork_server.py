@@ -128,12 +128,11 @@ def test_the_ranks_of_torchrun_are_forked_too(warm_environment, tmp_path):
     "strategy",
     ["zero3", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("ddp", "fsdp"))],
 )
-def test_it_trains_the_same_to_the_last_bit(start, small_model, tmp_path, strategy):
+def test_it_trains_the_same_to_the_last_bit(start, small_training, tmp_path, strategy):
     records = {}
     for kind in ("warm", "cold"):
         folder = tmp_path / kind
-        flags = ["--output_dir", str(folder), "--max_steps", "4"]
-        flags += ["--model_name_or_path", str(small_model)]
+        flags = ["--output_dir", str(folder), "--max_steps", "4", *small_training]
         script = ["-m", "toolkit.train", *flags]
         outcome, lines = start(strategy, script, folder, cold=kind == "cold", num_processes=2)
         assert outcome.status == "ok", lines

@@ -45,7 +45,7 @@ def chats(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", params=list(ENGINES))
-def comparison(request, toolkit, small_model, chats, tmp_path_factory):
+def comparison(request, toolkit, small_training, chats, tmp_path_factory):
     """One method under every strategy, and the control that the comparison adds."""
     method = request.param
     folder = tmp_path_factory.mktemp(method) / "runs"
@@ -54,7 +54,7 @@ def comparison(request, toolkit, small_model, chats, tmp_path_factory):
         *("--precision", PRECISION[method]),
         *("--output", folder, "--max_steps", STEPS, "--throughput_steps", 0, "--"),
         *("--method", method, "--merge", "--max_length", 64, *BESIDE[method]),
-        *("--train_file", chats, "--model_name_or_path", small_model),
+        *("--train_file", chats, *small_training),
     )
     return method, done, folder, read_results(folder)
 
@@ -80,7 +80,7 @@ def test_every_strategy_trains_adapters_and_every_gate_holds(comparison):
         record = record_of(comparison, strategy)
         assert record["training"]["method"] == method
         assert record["training"]["lora_r"] == 16
-        assert record["losses"][-1] < record["losses"][0] - 0.1, record["losses"]
+        assert record["losses"][-1] < record["losses"][0] - 0.5, record["losses"]
     for strategy in STRATEGIES:
         assert found[strategy]["gates"].keys() >= {"loss", "grad_norm", "weights", "data"}
 

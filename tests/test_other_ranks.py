@@ -25,13 +25,13 @@ def meshes(toolkit, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(toolkit, small_model, tmp_path_factory):
+def alone(toolkit, small_training, tmp_path_factory):
     """One process, as people offload on a single GPU."""
     folder = tmp_path_factory.mktemp("alone") / "runs"
     done = toolkit(
         *("compare", "--strategies", "zero2_offload,fsdp_offload", "--num_processes", 1),
         *("--output", folder, "--max_steps", 2, "--throughput_steps", 0),
-        *("--", "--max_train_samples", ROWS, "--model_name_or_path", small_model),
+        *("--", "--max_train_samples", ROWS, *small_training),
     )
     return done, folder, read_results(folder)
 

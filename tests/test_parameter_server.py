@@ -13,12 +13,12 @@ from toolkit.training.preflight import preflight
 
 
 @pytest.fixture(scope="module")
-def three(toolkit, small_model, tmp_path_factory):
+def three(toolkit, small_training, tmp_path_factory):
     folder = tmp_path_factory.mktemp("three") / "runs"
     done = toolkit(
         *("compare", "--strategies", "ddp,parameter_server", "--engine", "loop"),
         *("--num_processes", 3, "--global_batch_size", 12, "--output", folder),
-        *("--max_steps", 4, "--throughput_steps", 0, "--", "--model_name_or_path", small_model),
+        *("--max_steps", 4, "--throughput_steps", 0, "--", *small_training),
     )
     assert done.returncode == 0, done.stdout
     return folder, {row["strategy"]: row for row in read_results(folder)["runs"]}
@@ -54,11 +54,11 @@ def test_all_bytes_of_the_workers_are_at_the_server_and_the_report_says_so(three
     assert "1.50 times as much as at each rank of an all-reduce" in section
 
 
-def test_adapters_alone_are_pushed_and_pulled_over_4_bit_weights(toolkit, small_model, tmp_path):
+def test_adapters_alone_are_pushed_and_pulled_over_4_bit_weights(toolkit, small_training, tmp_path):
     done = toolkit(
         *("compare", "--strategies", "parameter_server", "--precision", "bf16"),
         *("--output", tmp_path / "runs", "--max_steps", 3, "--throughput_steps", 0),
-        *("--", "--method", "qlora", "--model_name_or_path", small_model),
+        *("--", "--method", "qlora", *small_training),
     )
     assert done.returncode == 0, done.stdout
     rows = {row["strategy"]: row for row in read_results(tmp_path / "runs")["runs"]}

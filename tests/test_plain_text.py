@@ -28,13 +28,21 @@ def texts(tmp_path_factory):
     ("packing", "strategies"), [("none", "single,ddp"), ("best_fit", "single,fsdp")]
 )
 def test_both_engines_train_on_what_follows_the_first_token_of_each_text(
-    packing, strategies, texts, toolkit, small_model, tmp_path, launch_environment, monkeypatch
+    packing,
+    strategies,
+    texts,
+    toolkit,
+    small_model,
+    small_training,
+    tmp_path,
+    launch_environment,
+    monkeypatch,
 ):
     done = toolkit(
         *("compare", "--strategies", strategies, "--engine", "both", "--max_steps", 3),
         *("--throughput_steps", 0, "--global_batch_size", 8, "--output", tmp_path / "runs", "--"),
         *("--train_file", texts, "--max_length", MAX_LENGTH, "--packing", packing),
-        *("--model_name_or_path", small_model),
+        *small_training,
     )
     assert done.returncode == 0, done.stdout
     monkeypatch.setenv("TOOLKIT_CACHE", launch_environment["TOOLKIT_CACHE"])

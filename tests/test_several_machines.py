@@ -25,7 +25,10 @@ MACHINES = {"ddp": 2, "zero2": 2, "zero3": 2, "fsdp_hybrid": 3}
 RANKS = {"ddp": 2, "zero3": 2, "fsdp_hybrid": 6}
 """Of all machines together: of fsdp_hybrid three groups of two ranks, not the bundled two."""
 
-STEPS = ("--max_steps", "4")
+
+@pytest.fixture(scope="session")
+def steps(small_training):
+    return "--max_steps", "4", *small_training
 
 
 def free_port():
@@ -74,7 +77,7 @@ def record_of(folder):
 
 
 def train(commands, output_dir, environment, *flags, **options):
-    with started(commands, output_dir, environment, *STEPS, *flags, **options) as running:
+    with started(commands, output_dir, environment, *flags, **options) as running:
         for launcher, log in running:
             assert launcher.wait(300) == 0, log.read_text()
             silences = re.findall(r"no sign of life for (\d+) s", log.read_text())
@@ -83,7 +86,7 @@ def train(commands, output_dir, environment, *flags, **options):
 
 
 @pytest.fixture(scope="module")
-def on_one_machine(launch_environment, tmp_path_factory):
+def on_one_machine(steps, launch_environment, tmp_path_factory):
     """Return the record of a strategy that one launcher trains with the same ranks."""
     known = {}
 
@@ -95,7 +98,7 @@ def on_one_machine(launch_environment, tmp_path_factory):
             files = write_configs(STRATEGIES[name], folder, options=options)
             command = [*launches.TYPED, "--config_file", files.accelerate, "-m", "toolkit.train"]
             done = launches.run(
-                [*command, *STEPS, "--output_dir", folder / "run"], environment=launch_environment
+                [*command, *steps, "--output_dir", folder / "run"], environment=launch_environment
             )
             assert done.returncode == 0, done.stdout
             known[name] = record_of(folder / "run")
@@ -107,10 +110,10 @@ def on_one_machine(launch_environment, tmp_path_factory):
 @pytest.mark.parametrize(
     "name", [pytest.param("ddp", marks=pytest.mark.sweep), "zero3", "fsdp_hybrid"]
 )
-def test_launchers_train_as_one(name, on_one_machine, launch_environment, tmp_path):
+def test_launchers_train_as_one(name, steps, on_one_machine, launch_environment, tmp_path):
     ranks, machines = RANKS[name], MACHINES[name]
     commands = configs(name, tmp_path, ranks=ranks)
-    record = train(commands, tmp_path / "run", launch_environment, "--strategy", name)
+    record = train(commands, tmp_path / "run", launch_environment, *steps, "--strategy", name)
     control = on_one_machine(name)
     assert record["losses"] == pytest.approx(control["losses"], rel=1e-6)
     assert len(set(record["losses"])) == 4
@@ -156,12 +159,12 @@ def test_the_machine_that_is_gone_is_named(killed, launch_environment, tmp_path)
     assert found.name == "machine-gone"
 
 
-def test_machines_that_were_started_differently_are_refused(launch_environment, tmp_path):
+def test_machines_that_were_started_differently_are_refused(steps, launch_environment, tmp_path):
     port = free_port()
     ddp, zero2 = (configs(name, tmp_path, ranks=2, port=port) for name in ("ddp", "zero2"))
     commands = [ddp[0], zero2[1]]
     run, own = tmp_path / "run", ("--learning_rate", "0.5", "--max_steps", "5")
-    with started(commands, run, launch_environment, *STEPS, own=own) as running:
+    with started(commands, run, launch_environment, *steps, own=own) as running:
         for launcher, log in running:
             assert launcher.wait(200) == 1, log.read_text()
     for _, log in running:
@@ -173,10 +176,10 @@ def test_machines_that_were_started_differently_are_refused(launch_environment, 
     assert not run.exists()
 
 
-def test_a_machine_that_leaves_before_the_ranks_meet_is_named(launch_environment, tmp_path):
+def test_a_machine_that_leaves_before_the_ranks_meet_is_named(steps, launch_environment, tmp_path):
     commands = configs("ddp", tmp_path, ranks=2)
     own = ("--train_file", "nowhere.jsonl")
-    with started(commands, tmp_path / "run", launch_environment, *STEPS, own=own) as running:
+    with started(commands, tmp_path / "run", launch_environment, *steps, own=own) as running:
         for launcher, log in running:
             assert launcher.wait(200) == 1, log.read_text()
     assert "toolkit: --train_file nowhere.jsonl is not there" in running[1][1].read_text()
@@ -255,9 +258,9 @@ def two_hosts():
         ]
 
 
-def test_two_hosts_train_as_one(two_hosts, on_one_machine, cold_environment, tmp_path):
+def test_two_hosts_train_as_one(two_hosts, steps, on_one_machine, cold_environment, tmp_path):
     commands = configs("ddp", tmp_path, ranks=2, address="10.77.0.1")
-    record = train(commands, tmp_path / "run", cold_environment, before=two_hosts)
+    record = train(commands, tmp_path / "run", cold_environment, *steps, before=two_hosts)
     assert record["losses"] == pytest.approx(on_one_machine("ddp")["losses"], rel=1e-6)
     assert record["machines"] == [
         {"name": "node-0", "ranks": [0]},

@@ -29,7 +29,7 @@ SWITCHED = {
 
 
 @pytest.fixture(scope="module")
-def trained(launch, small_model, tmp_path_factory):
+def trained(launch, small_training, tmp_path_factory):
     """Return a record for a strategy and flags; each is trained once."""
     folder, known = tmp_path_factory.mktemp("speed"), {}
 
@@ -38,7 +38,7 @@ def trained(launch, small_model, tmp_path_factory):
             output = folder / str(len(known))
             done = launch(
                 *(strategy, "-m", "toolkit.train", "--max_steps", 3, "--output_dir", output),
-                *("--max_train_samples", 37, "--model_name_or_path", small_model, *flags),
+                *("--max_train_samples", 37, *small_training, *flags),
             )
             assert done.returncode == 0, done.stdout
             known[strategy, flags] = read_record(output)
@@ -150,10 +150,10 @@ def test_bf16_weights_train_alike_in_both_engines_and_as_autocast_does(trained):
 
 
 def test_a_run_with_masters_goes_on_to_the_last_bit_and_not_without_them(
-    launch, small_model, tmp_path
+    launch, small_training, tmp_path
 ):
     flags = ("-m", "toolkit.train", "--max_steps", 4, "--save_steps", 2, *PACKED)
-    flags += ("--model_name_or_path", small_model, "--output_dir")
+    flags += (*small_training, "--output_dir")
     assert launch("ddp", *flags, tmp_path / "whole").returncode == 0
     checkpoint = tmp_path / "whole" / "checkpoint-2"
     resumed = ("--resume_from_checkpoint", checkpoint)

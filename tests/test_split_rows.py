@@ -26,13 +26,13 @@ SPLIT = {
 
 
 @pytest.fixture(scope="module")
-def train(launch, small_model, tmp_path_factory):
+def train(launch, small_training, tmp_path_factory):
     def run(strategy, ranks, rows):
         folder = tmp_path_factory.mktemp(strategy.name)
         files = write_configs(strategy, folder, options=ConfigOptions(num_processes=ranks))
         done = launch(
             *(files.accelerate, "-m", "toolkit.train", "--output_dir", folder / "run"),
-            *("--per_device_train_batch_size", rows, "--model_name_or_path", small_model, *FLAGS),
+            *("--per_device_train_batch_size", rows, *small_training, *FLAGS),
         )
         assert done.returncode == 0, done.stdout[-4000:]
         return read_record(folder / "run")

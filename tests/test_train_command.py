@@ -56,7 +56,7 @@ def test_a_stranger_gets_from_alpaca_rows_to_an_answer(begun, small_model, tmp_p
         {"instruction": f"Add {n} and {n + 1}.", "input": "", "output": f"It is {2 * n + 1}."}
         for n in range(300)
     ]
-    rows[7]["output"] *= 40
+    rows[7]["output"] *= 100
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     words = ["--train_file", "rows.json", "--model_name_or_path", small_model, "--method", "lora"]
     done = begun("train", *words, "--output_dir", "out")
@@ -68,7 +68,7 @@ def test_a_stranger_gets_from_alpaca_rows_to_an_answer(begun, small_model, tmp_p
     assert [line[:10].strip() for line in lines] == [*names, "share it"]
     assert lines[0].startswith("trained   38 steps, 1.00 epochs: 300 rows, ")
     cut = re.fullmatch(r"left out  1 of 300 texts are cut .* \(--max_length (\d+) .*\)", lines[2])
-    assert int(cut[1]) > 128  # the model's positions
+    assert int(cut[1]) > 512  # the model's positions
     assert "1 of 300 texts are cut to --max_length" in printed[: printed.index("step 1/38")]
     assert lines[5].startswith("model     out/final (adapters of ")
     (command,) = [line.removeprefix("try it    ") for line in lines if line.startswith("try it")]
