@@ -39,8 +39,9 @@ def compare(toolkit, folder, *flags):
     return {row["name"]: row for row in runs}
 
 
-def test_bf16_is_computed_in_and_held_to_its_gates(toolkit, small_training, tmp_path):
-    model = ("--", *small_training)
+def test_bf16_is_computed_in_and_held_to_its_gates(toolkit, small_model, tmp_path):
+    # At the usual rate: the rounded weights that ZeRO begins from are further off than an update.
+    model = ("--", "--model_name_or_path", small_model)
     runs = compare(
         *(toolkit, tmp_path / "runs", "--strategies", "single,zero2,fsdp", "--precision"),
         *("bf16", "--engine", "both", *model),

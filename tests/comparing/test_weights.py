@@ -4,6 +4,7 @@ import struct
 
 import numpy as np
 import pytest
+import torch
 
 from toolkit.comparing import weights
 from toolkit.comparing.weights import WeightsError, open_weights, same_weights, weight_gap
@@ -121,6 +122,39 @@ def test_bfloat16_is_read(tmp_path, write_weights):
 
     assert numbers.dtype == np.float64
     assert numbers.tolist() == (exact.astype(np.uint32) << 16).view(np.float32).tolist()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_a_start_in_16_bits_moves_is_no_part_of_the_gap(tmp_path, write_weights, dtype):
+    """Even where it is more than the update, what a run did otherwise is told as it is."""
+    generator = np.random.default_rng(1)
+    first = generator.normal(size=(400, 300)).astype(np.float32)
+    update = np.float32(1e-4) * np.sign(generator.normal(size=first.shape)).astype(np.float32)
+    begun = torch.from_numpy(first).to(getattr(torch, dtype)).float().numpy()
+    folders = {
+        name: write_weights(tmp_path / name, {"w": weight})
+        for name, weight in {
+            "start": first,
+            "control": first + update,
+            "same": begun + update,
+            "half": begun + update / 2,
+        }.items()
+    }
+
+    def gap(name, **options):
+        return weight_gap(folders[name], folders["control"], folders["start"], **options).share
+
+    assert gap("same") > 0.5
+    assert gap("same", began_in=dtype) == pytest.approx(0.0, abs=1e-3)
+    assert gap("half", began_in=dtype) == pytest.approx(0.5, abs=1e-3)
+
+
+def test_rounding_to_bf16_is_torch_s(tmp_path):
+    numbers = np.concatenate(
+        [RANDOM.normal(size=9999), [0.0, -0.0, 1.00390625, 1.01171875, 3e38, 1e-39]]
+    ).astype(np.float32)
+    ours = weights._rounded(numbers.astype(np.float64), "bfloat16")
+    assert ours.tolist() == torch.from_numpy(numbers).bfloat16().double().tolist()
 
 
 def test_tied_weights_may_be_stored_once_or_twice(tmp_path, write_weights):

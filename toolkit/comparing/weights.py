@@ -114,11 +114,21 @@ class WeightGap(NamedTuple):
     """Largest absolute difference of one element."""
 
 
-def weight_gap(folder: Path, control: Path, start: Path) -> WeightGap:
+def weight_gap(
+    folder: Path, control: Path, start: Path, *, began_in: str | None = None
+) -> WeightGap:
     """Return the distance of a run's weights from the control's: over all, and the largest one.
 
     The unit is the control's update, not the norm of its weights: at a small learning rate the
     weights hardly change, and a run without weight decay would pass.
+
+    Args:
+        folder: The run's weights.
+        control: The control's.
+        start: The weights that both began from.
+        began_in: `bfloat16` or `float16` where the run alone began from them rounded to it, as
+            DeepSpeed's masters do (deepspeed 0.19, engine.py, `_configure_distributed_model`). At
+            a usual learning rate that is more than an update, and stays: it is taken off.
 
     Raises:
         WeightsError: the tensors are not the same, or the divisor is 0.
@@ -139,6 +149,8 @@ def weight_gap(folder: Path, control: Path, start: Path) -> WeightGap:
             raise WeightsError(f"{name} has other shapes in run, control and start: {shapes}")
         for ours, theirs, first in zip(*(tensor.pieces() for tensor in tensors), strict=True):
             gap = ours - theirs
+            if began_in is not None:
+                gap -= _rounded(first, began_in) - first
             apart += float((gap**2).sum())
             moved += float(((theirs - first) ** 2).sum())
             largest = float(abs(gap).max())
@@ -148,6 +160,17 @@ def weight_gap(folder: Path, control: Path, start: Path) -> WeightGap:
     if moved == 0.0:
         raise WeightsError("the control ended where it started, there is no update to compare")
     return WeightGap(math.sqrt(apart / moved), difference)
+
+
+def _rounded(numbers: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
+    """Round to the nearest numbers of a dtype, to even ones from the middle."""
+    import numpy as np
+
+    if dtype == "float16":
+        return numbers.astype(np.float16).astype(np.float64)
+    bits = numbers.astype(np.float32).view(np.uint32)
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
+    return bits.view(np.float32).astype(np.float64)
 
 
 def same_weights(a: Path, b: Path) -> bool:

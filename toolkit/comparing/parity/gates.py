@@ -45,7 +45,7 @@ class Gate(Check[Callable[[Case, Judgement], None]]):
 # Largest gaps of clean runs, in the order loss, gradient norm, a parameter's, weights:
 # no:   1.4e-6, 4.6e-5, 3.1e-7, 5.6e-5
 # bf16: 1.1e-3 (FSDP2, whose loss is itself rounded to bf16: 3.2e-2), 2.2e-3, 1.4e-2, 5.7e-2,
-#       with the built-in model
+#       with the built-in model (weights at other rates: 2026-11-28-weights-in-bf16.md)
 # fp16: 2.5e-5, 1.3e-5, not measured, 2.9e-3, of ddp alone and on a CPU
 LOSS_LIMITS: Final = {"no": 1e-5, "bf16": 7e-2, "fp16": 2e-2}
 

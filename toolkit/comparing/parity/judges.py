@@ -270,7 +270,14 @@ def compare_weights(case: Case) -> WeightGap:
     origin = Path(start) if full else case.control_folder / STARTING_ADAPTER
     if origin.is_file() and not same_weights(case.folder / STARTING_ADAPTER, origin):
         raise OtherTrainingError("the run's adapters began with other numbers than the control's")
-    return weight_gap(final, reference, origin)
+    return weight_gap(final, reference, origin, began_in=_began_in(record, control))
+
+
+def _began_in(record: Record, control: Record) -> str | None:
+    """Return the dtype of 16 bits that the run's weights were in, where the control's were not."""
+    engaged = (each["attestation"].get("engaged", {}) for each in (record, control))
+    ours, theirs = (facts.get("parameter_dtypes") for facts in engaged)
+    return ours[0] if ours != theirs and ours in (["bfloat16"], ["float16"]) else None
 
 
 def judge_data(case: Case, judgement: Judgement) -> None:
