@@ -17,11 +17,12 @@ from toolkit.launching.status import read_statuses
 
 
 @pytest.fixture
-def train_and_fail(as_launched, tmp_path, monkeypatch):
+def train_and_fail(as_launched, small_training, tmp_path, monkeypatch):
     def start(how, strategy="ddp", *flags):
         monkeypatch.chdir(ROOT)
         script = [str(SCRIPTS / "train_and_fail.py"), how]
-        script += ["--output_dir", str(tmp_path / "out"), "--max_steps", "200", *flags]
+        script += ["--output_dir", str(tmp_path / "out"), "--max_steps", "200"]
+        script += [*small_training, *flags]
         config = ROOT / "accelerate_configs" / f"{strategy}.yaml"
         return run(
             launch_command(config, script, num_processes=2),

@@ -60,9 +60,11 @@ def test_a_rank_that_native_code_holds_is_named_with_its_stack(launch, tmp_path)
     assert re.search(r'tests/scripts/hangs.py", line \d+ in main', native)
 
 
-def test_a_stopped_rank_is_named_and_what_was_saved_stays(launch_environment, tmp_path):
+def test_a_stopped_rank_is_named_and_what_was_saved_stays(
+    launch_environment, small_training, tmp_path
+):
     flags = ["--output_dir", tmp_path / "run", "--max_steps", 40, "--save_steps", 2]
-    flags += ["--hang_timeout", SECONDS]
+    flags += ["--hang_timeout", SECONDS, *small_training]
     command = launch_command(
         ROOT / "accelerate_configs" / "ddp.yaml",
         ["-m", "toolkit.train", *map(str, flags)],

@@ -128,9 +128,9 @@ def test_one_verb_trains_says_what_came_of_it_and_goes_on(begun, rows, tmp_path)
 
 
 def test_a_stopped_training_saves_and_the_printed_command_ends_as_if_it_never_was(
-    begun, rows, tmp_path
+    begun, small_training, rows, tmp_path
 ):
-    flags = ["--strategy", "ddp", "--train_file", rows.name, "--max_steps", 24]
+    flags = ["--strategy", "ddp", "--train_file", rows.name, "--max_steps", 24, *small_training]
     flags += ["--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 1]
     whole = begun("train", *flags, "--output_dir", "whole")
     printed, _ = whole.communicate(timeout=600)
@@ -253,7 +253,7 @@ def gpus_of(size):
 
 @pytest.mark.long
 def test_on_gpus_what_fits_is_launched_and_what_does_not_is_refused(
-    monkeypatch, rows, cache, capsys
+    monkeypatch, rows, as_launched, capsys
 ):
     folder = rows.parent
     code, started = started_on(gpus_of(40), ["--train_file", rows.name], monkeypatch, folder)
