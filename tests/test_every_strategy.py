@@ -242,7 +242,10 @@ def test_the_counted_peak_lies_where_the_planner_expects_it(comparison):
             outside[name] = (counted, ends)
         widths[name] = (ends["high"] - ends["low"]) / counted
     assert not outside
-    assert max(widths.values()) < (0.16 if comparison.kind == BUILT_IN else 0.35), widths
+    for name, width in widths.items():
+        # Of two layers, FSDP may hold one or both gathered.
+        of_two = 0.35 if STRATEGIES[name].backend == "fsdp" else 0.17
+        assert width < (0.16 if comparison.kind == BUILT_IN else of_two), (name, width)
 
 
 def test_the_order_of_peaks_is_the_one_that_theory_gives(usual):
@@ -314,8 +317,8 @@ def test_the_planner_predicts_the_states_of_every_rank_to_the_byte(comparison):
         assert predicted == counted, name
         exact = dict.fromkeys((*STATES, "counted_bytes", "traffic_bytes"), 0)
         assert row["predicted"]["errors"] == exact, name
-        if comparison.kind != BUILT_IN:
-            continue
+        if comparison.kind != BUILT_IN and STRATEGIES[name].backend == "fsdp":
+            continue  # which reduces half of two layers at once
         # Buffers don't hide what is sharded: the states of a model this size are more.
         estimate = estimate_memory(job)
         held = estimate.states.total

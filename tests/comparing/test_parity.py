@@ -231,6 +231,27 @@ def test_weights_apart_break_their_gate(compare):
     assert broken["value"] == pytest.approx(8.6e-4, rel=1e-2)
 
 
+def test_each_run_s_weights_are_measured_from_where_it_began(compare, tmp_path, write_weights):
+    """0.7001 is 0.69921875 in bf16: DeepSpeed's masters begin there, those of our own do not."""
+    write_weights(tmp_path / "start", {"a": np.full((2, 3), 0.7001, np.float32)})
+    off = 0.69921875 - 0.7001
+
+    def judged(wrapper, *, masters=24, **changes):
+        engaged = {"wrapper": wrapper, "parameter_dtypes": ["bfloat16"]}
+        attestation = {"held": True, "mismatches": [], "engaged": engaged}
+        return compare(
+            weights=1 + off, attestation=attestation, memory={"master_bytes": masters}, **changes
+        )
+
+    assert judged("DeepSpeedEngine").gates["weights"] is True
+    only_broken(judged("DDP"), "weights")
+    assert judged("none", masters=0).gates["weights"] is True  # loaded in bf16, without masters
+    alike = {"attestation": {"engaged": {"parameter_dtypes": ["bfloat16"], "wrapper": "none"}}}
+    only_broken(
+        judged("none", masters=0, control=alike | {"memory": {"master_bytes": 0}}), "weights"
+    )
+
+
 def test_weights_are_not_gated_after_many_steps_but_the_gap_stands(compare):
     judgement = compare(steps=GATED_STEPS + 1, weights=2.0)
     assert judgement.gaps["weight_gap"] == pytest.approx(1.0)

@@ -9,7 +9,7 @@ PSI = 1_000_000
 
 @pytest.fixture
 def sends(make_row):
-    def sends(strategy, *collectives, papers, micro_batches=1):
+    def sends(strategy, *collectives, papers, micro_batches=1, **changes):
         twice = {"all_reduce": 2}
         traffic = {
             "step": 2,
@@ -29,7 +29,7 @@ def sends(make_row):
             "all_elements": PSI,
             "disagreements": [],
         }
-        return difference_in_words(make_row(strategy=strategy, traffic=traffic))
+        return difference_in_words(make_row(strategy=strategy, traffic=traffic, **changes))
 
     return sends
 
@@ -97,13 +97,16 @@ def test_padding_is_told_from_what_nobody_can_explain(sends):
     assert unknown == "1.25 times: the reason is not known"
 
 
-def test_norms_that_a_tensor_group_does_not_split_are_named(sends):
-    def said(more):
-        reduced = ("gradients", "all_reduce", PSI // 2 + more)
-        return sends("tensor_ddp", reduced, papers=PSI)
+def test_norms_that_a_tensor_group_does_not_split_are_named_where_the_plan_has_them(sends):
+    reduced = ("gradients", "all_reduce", PSI // 2 + PSI // 800)
 
-    assert said(PSI // 1000) == "1.00 times: each rank of a tensor group has the norms whole"
-    assert said(PSI // 8) == "1.25 times: the reason is not known"
+    def said(error):
+        planned = {"errors": {"traffic_bytes": error}}
+        return sends("tensor_ddp", reduced, papers=PSI, predicted=planned)
+
+    assert said(0.0) == "1.00 times: each rank of a tensor group has the norms whole"
+    assert said(0.01) == "1.00 times: the reason is not known"
+    assert said(None) == "1.00 times: the reason is not known"
 
 
 def test_a_run_without_a_count_says_why(make_row):

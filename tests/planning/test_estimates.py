@@ -313,6 +313,16 @@ def test_nvme_offload_keeps_states_on_disk_and_buffers_in_ram():
     assert estimate.host_bytes.high < estimate_memory(job("zero3_offload")).host_bytes.high
 
 
+def test_a_step_has_nvme_buffers_where_a_rank_s_piece_of_a_mebibyte_is_in_a_file():
+    # Half of a 64-wide model is less, half of a 512-wide one more.
+    for hidden, in_files in ((64, False), (512, True)):
+        shape = llama(hidden=hidden, intermediate=2 * hidden, layers=2, heads=4, vocab=256)
+        rehearsed = estimate_memory(job("zero3_nvme", model=shape, precision="no", on_cpu=True))
+        assert (rehearsed.states.total.nvme > 0) is in_files
+        buffers = [t.place for t in rehearsed.terms if t.name.startswith("buffers for optimizer")]
+        assert ("gpu" in buffers) is in_files, hidden
+
+
 def test_dropout_keeps_masks():
     with_masks, without = gpt2(), gpt2(dropout=False)
     kept = [

@@ -104,6 +104,9 @@ def open_weights(folder: Path) -> Weights:
     return weights
 
 
+BOTH_EXACT: Final = (None, None)
+
+
 class WeightGap(NamedTuple):
     """Distances of the final weights of a run from the control's."""
 
@@ -115,7 +118,11 @@ class WeightGap(NamedTuple):
 
 
 def weight_gap(
-    folder: Path, control: Path, start: Path, *, began_in: str | None = None
+    folder: Path,
+    control: Path,
+    start: Path,
+    *,
+    began_in: tuple[str | None, str | None] = BOTH_EXACT,
 ) -> WeightGap:
     """Return the distance of a run's weights from the control's: over all, and the largest one.
 
@@ -125,10 +132,10 @@ def weight_gap(
     Args:
         folder: The run's weights.
         control: The control's.
-        start: The weights that both began from.
-        began_in: `bfloat16` or `float16` where the run alone began from them rounded to it, as
-            DeepSpeed's masters do (deepspeed 0.19, engine.py, `_configure_distributed_model`). At
-            a usual learning rate that is more than an update, and stays: it is taken off.
+        start: The weights that both were given.
+        began_in: The dtype, `bfloat16` or `float16`, that the run rounded them to before it began,
+            and that of the control; None where it kept them. Each is measured from where it began:
+            at a usual learning rate, rounding moves a weight further than an update.
 
     Raises:
         WeightsError: the tensors are not the same, or the divisor is 0.
@@ -148,11 +155,12 @@ def weight_gap(
             shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
             raise WeightsError(f"{name} has other shapes in run, control and start: {shapes}")
         for ours, theirs, first in zip(*(tensor.pieces() for tensor in tensors), strict=True):
+            began, control_began = (_rounded(first, dtype) for dtype in began_in)
             gap = ours - theirs
-            if began_in is not None:
-                gap -= _rounded(first, began_in) - first
+            if began_in[0] != began_in[1]:
+                gap -= began - control_began
             apart += float((gap**2).sum())
-            moved += float(((theirs - first) ** 2).sum())
+            moved += float(((theirs - control_began) ** 2).sum())
             largest = float(abs(gap).max())
             # A NaN counts as the largest; no later value replaces it.
             if not largest <= difference["value"] and not math.isnan(difference["value"]):
@@ -162,10 +170,12 @@ def weight_gap(
     return WeightGap(math.sqrt(apart / moved), difference)
 
 
-def _rounded(numbers: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
+def _rounded(numbers: NDArray[np.float64], dtype: str | None) -> NDArray[np.float64]:
     """Round to the nearest numbers of a dtype, to even ones from the middle."""
     import numpy as np
 
+    if dtype is None:
+        return numbers
     if dtype == "float16":
         return numbers.astype(np.float16).astype(np.float64)
     bits = numbers.astype(np.float32).view(np.uint32)

@@ -270,14 +270,24 @@ def compare_weights(case: Case) -> WeightGap:
     origin = Path(start) if full else case.control_folder / STARTING_ADAPTER
     if origin.is_file() and not same_weights(case.folder / STARTING_ADAPTER, origin):
         raise OtherTrainingError("the run's adapters began with other numbers than the control's")
-    return weight_gap(final, reference, origin, began_in=_began_in(record, control))
+    began_in = (_began_in(record), _began_in(control))
+    return weight_gap(final, reference, origin, began_in=began_in)
 
 
-def _began_in(record: Record, control: Record) -> str | None:
-    """Return the dtype of 16 bits that the run's weights were in, where the control's were not."""
-    engaged = (each["attestation"].get("engaged", {}) for each in (record, control))
-    ours, theirs = (facts.get("parameter_dtypes") for facts in engaged)
-    return ours[0] if ours != theirs and ours in (["bfloat16"], ["float16"]) else None
+def _began_in(record: Record) -> str | None:
+    """Return the dtype of 16 bits that a run rounded its weights to before it began; None if none.
+
+    DeepSpeed 0.19 makes its masters of rounded weights (engine.py, `_configure_distributed_model`).
+    Those of `--bf16_weights` are the weights as they were.
+    """
+    engaged = record["attestation"].get("engaged", {})
+    dtypes = engaged.get("parameter_dtypes")
+    if dtypes not in (["bfloat16"], ["float16"]):
+        return None
+    has_own_masters = (
+        engaged.get("wrapper") != "DeepSpeedEngine" and record["memory"]["master_bytes"]
+    )
+    return None if has_own_masters else dtypes[0]
 
 
 def judge_data(case: Case, judgement: Judgement) -> None:

@@ -25,9 +25,6 @@ OTHER: Final = "other"
 PADDING: Final = 1e-3
 """Share below which a difference is due to padding of tensors to the number of ranks."""
 
-NORMS: Final = 1e-2
-"""Share below which a tensor group's difference is due to the tensors that it does not split."""
-
 SLOTS = (
     "A slot is the time of one forward of one micro-batch in one stage; a backward takes two. The "
     "order of the work is the one that each rank recorded, and the bubble is the share of idle "
@@ -151,14 +148,15 @@ def difference_in_words(row: Row) -> str:
     if sent == papers:
         return "equal"
     strategy = strategy_of(row)
-    reasons = _reasons(traffic, strategy) or [_of_few_elements(abs(sent / papers - 1), strategy)]
+    reasons = _reasons(traffic, strategy)
+    if not reasons:
+        near = abs(sent - papers) <= PADDING * papers
+        reasons = ["tensors are padded to the ranks" if near else "the reason is not known"]
+        as_planned = row["predicted"]["errors"].get("traffic_bytes") == 0
+        if strategy is not None and strategy.tensor > 1 and as_planned:
+            # The planner, which counts the same, knows what a group does not split.
+            reasons = ["each rank of a tensor group has the norms whole"]
     return f"{sent / papers:.2f} times: {'; '.join(reasons)}"
-
-
-def _of_few_elements(share: float, strategy: Strategy | None) -> str:
-    if strategy is not None and strategy.tensor > 1 and share <= NORMS:
-        return "each rank of a tensor group has the norms whole"
-    return "tensors are padded to the ranks" if share <= PADDING else "the reason is not known"
 
 
 def _reasons(traffic: Traffic, strategy: Strategy | None) -> list[str]:
