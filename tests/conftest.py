@@ -23,6 +23,21 @@ gc.set_threshold(20_000, 10, 10)  # imported objects stay: look at them less oft
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_collection_finish():
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """Keep what a file leaves behind out of later collections.
+
+    Libraries collect by themselves, and one over all that is imported takes half a second.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_addoption(parser):
     parser.addoption("--cold", action="store_true", help="start every launch cold")
     parser.addoption("--all", action="store_true", help="run every test that starts a launch too")
@@ -136,9 +151,10 @@ def one_rank():
 
 
 @pytest.fixture(scope="session")
-def cold_environment(tmp_path_factory):
+def cold_environment(tmp_path_factory, session_cache):
     """The variables of a user: caches of his own, and nothing of the tests' own process."""
-    return environment_in(tmp_path_factory.mktemp("caches"))
+    of_the_user = environment_in(tmp_path_factory.mktemp("caches"))
+    return of_the_user | {"TOOLKIT_CACHE": str(session_cache)}
 
 
 @pytest.fixture(scope="session")
@@ -264,8 +280,12 @@ def small_training(small_model):
 
 
 @pytest.fixture(scope="session")
-def session_cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
+def session_cache(tmp_path_factory, request):
+    """The cache of all workers: what one has built, no other builds again."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if hasattr(request.config, "workerinput") else folder) / "cache"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture

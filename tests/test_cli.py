@@ -91,12 +91,13 @@ def test_a_plain_answer_imports_little(words):
 
 
 @pytest.mark.parametrize("words", VERBS, ids=" ".join)
-@pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_every_help_renders(words, flag):
-    done, _ = answered(*words, flag)
-    assert done.returncode == 0, done.stderr
+def test_every_help_renders(words):
+    done, _ = answered(*words, "--help")
+    short = CliRunner().invoke(app, [*words, "-h"])
+    assert done.returncode == short.exit_code == 0, done.stderr
     assert "Usage:" in done.stdout
-    assert done.stderr == ""
+    assert "Usage:" in short.stdout
+    assert done.stderr == short.stderr == ""
 
 
 def examples_of(words):

@@ -1,5 +1,6 @@
 """`toolkit prepare`: what it says is what lies in the cache."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -10,6 +11,8 @@ import sys
 import termios
 
 import pytest
+
+from toolkit.training import preflight_process
 
 
 @pytest.fixture
@@ -27,6 +30,18 @@ def prepare(session_cache, tmp_path):
     return run
 
 
+@contextlib.contextmanager
+def terminal():
+    """Yield a terminal's file descriptor, and a list that gets what was written to it."""
+    watched, written = pty.openpty()
+    fcntl.ioctl(written, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    seen = []
+    yield written, seen
+    os.close(written)
+    seen.append(os.read(watched, 100_000).decode())
+    os.close(watched)
+
+
 def chats(path, count=20):
     rows = [
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"b {n}"}]}
@@ -38,16 +53,19 @@ def chats(path, count=20):
 
 def test_it_says_in_words_and_json_what_is_in_the_cache_and_does_it_once(prepare, tmp_path):
     flags = ("--train_file", chats(tmp_path / "chats.jsonl"), "--validation_split_percentage", 30)
-    first = prepare("--", *flags)
+    first = prepare("--json", "--", *flags)
     assert first.returncode == 0, first.stderr
     assert first.stderr.count("Tokenising chats.jsonl") == 2  # to train on, and to evaluate on
     assert "%|" not in first.stderr  # no bar where nobody watches
-    again = prepare("--json", "--", *flags)
-    assert "Tokenising" not in again.stderr
-    facts = json.loads(again.stdout)
+    facts = json.loads(first.stdout)
     data, validation = facts["data"], facts["validation"]
     assert data["rows"] + validation["rows"] == 20
-    table, _, shown = first.stdout.partition("\n\n")
+    with terminal() as (stderr, seen):
+        again = prepare("--", *flags, capture_output=False, stdout=subprocess.PIPE, stderr=stderr)
+    assert again.returncode == 0, seen
+    assert "chats of chats.jsonl are trained with roles" in seen[0]
+    assert "Tokenising" not in seen[0]
+    table, _, shown = again.stdout.partition("\n\n")
     said = dict(line.split(maxsplit=1) for line in table.splitlines() if line[:1] != " ")
     assert said["data"] == "chats.jsonl (chat)"
     assert said["chat"].split() == ["template", "roles"]
@@ -61,16 +79,12 @@ def test_it_says_in_words_and_json_what_is_in_the_cache_and_does_it_once(prepare
     assert trained.split()[1:] == [str(data["supervised_tokens"]), f"({share})"]
 
 
-def test_a_terminal_gets_a_bar(prepare, tmp_path):
-    watched, stderr = pty.openpty()
-    fcntl.ioctl(stderr, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+def test_a_terminal_gets_a_bar(cache, tmp_path, monkeypatch):
     path = chats(tmp_path / "watched.jsonl")
-    done = prepare("--", "--train_file", path, capture_output=False, stderr=stderr, stdout=-1)
-    os.close(stderr)
-    seen = os.read(watched, 100_000).decode()
-    os.close(watched)
-    assert done.returncode == 0, seen
-    assert "Tokenising: 100%|" in seen
+    with terminal() as (stderr, seen), open(stderr, "w", closefd=False) as file:
+        monkeypatch.setattr(sys, "stderr", file)
+        assert preflight_process.main(["--train_file", str(path)]) == 0
+    assert "Tokenising: 100%|" in seen[0]
 
 
 def test_a_mistake_is_one_sentence_and_status_2(prepare):

@@ -53,6 +53,7 @@ def run(*words, cache):
     return done.returncode, done.stdout
 
 
+@pytest.mark.short
 def test_a_cell_is_right_here_and_red_where_accelerate_does_not_divide(faulty_python, tmp_path):
     code, printed = run("--only", "ddp-reused", cache=tmp_path)
     assert (code, printed.count("\n")) == (0, 1)

@@ -174,18 +174,15 @@ class _ShmFinder(MetaPathFinder):
 
 def patch_transformers() -> None:
     """Let `TrainingArguments(bf16=True)` through: a CPU computes in bf16, only slower."""
-    import transformers.training_args
     import transformers.utils
     import transformers.utils.import_utils
 
-    # Each of these modules has imported the function by its name.
-    modules: tuple[Any, ...] = (
-        transformers.utils,
-        transformers.utils.import_utils,
-        transformers.training_args,
-    )
-    for module in modules:
-        module.is_torch_bf16_gpu_available = lambda: True
+    # Each module imports the function by its name. That of the arguments takes seconds to import,
+    # for peft and bitsandbytes, and a script without a Trainer never does.
+    transformers.utils.import_utils.is_torch_bf16_gpu_available = lambda: True
+    transformers.utils.is_torch_bf16_gpu_available = lambda: True
+    if (arguments := sys.modules.get("transformers.training_args")) is not None:
+        arguments.is_torch_bf16_gpu_available = lambda: True
 
 
 def register_ring() -> None:
