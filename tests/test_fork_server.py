@@ -16,10 +16,13 @@ from pathlib import Path
 import launches
 import psutil
 import pytest
+import torch
+from bitsandbytes import cuda_specs
 from places import ROOT, SCRIPTS
 from transformers import conversion_mapping
 
-from toolkit import fork_server
+from toolkit import environment, fork_server
+from toolkit.environment import InstalledGpu
 from toolkit.launching import forking
 from toolkit.launching.forking import SOCKET, key_of, warm_process
 from toolkit.launching.launch import launch_command, run
@@ -258,27 +261,20 @@ def test_the_import_that_started_a_thread_is_named(tmp_path):
     assert reason.endswith("), since outer looked for inner")
 
 
-def test_an_import_that_asks_for_a_gpu_s_capability_does_not_initialise_cuda():
+def test_an_import_that_asks_for_a_gpu_s_capability_does_not_initialise_cuda(monkeypatch):
     """bitsandbytes asks; the first answer shows that it still asks torch, which asks CUDA."""
-    script = (
-        "import torch\n"
-        "from bitsandbytes import cuda_specs\n"
-        "from toolkit import environment, fork_server\n"
-        "from toolkit.environment import InstalledGpu\n"
-        "torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 2)\n"
-        "torch.version.cuda, asked = '13.0', []\n"
-        "torch.cuda._lazy_init = lambda: asked.append('CUDA') or 1 / 0\n"
-        "environment.gpus = lambda: [\n"
-        "    InstalledGpu(name='GPU', memory_bytes=0, capability=one) for one in ((8, 9), (9, 0))\n"
-        "]\n"
-        "print(cuda_specs.get_cuda_specs(), asked)\n"
-        "with fork_server.capabilities_by_nvml():\n"
-        "    print(cuda_specs.get_cuda_specs().highest_compute_capability, asked)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout.splitlines() == ["None ['CUDA']", "(9, 0) ['CUDA']"]
+    asked = []
+    gpus = [InstalledGpu(name="GPU", memory_bytes=0, capability=one) for one in ((8, 9), (9, 0))]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(cuda_specs, "get_cuda_version_tuple", lambda: (13, 0))
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: asked.append("CUDA") or 1 / 0)
+    monkeypatch.setattr(environment, "gpus", lambda: gpus)
+    assert cuda_specs.get_cuda_specs() is None
+    assert asked == ["CUDA"]
+    with fork_server.capabilities_by_nvml():
+        assert cuda_specs.get_cuda_specs().highest_compute_capability == (9, 0)
+    assert asked == ["CUDA"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -330,8 +330,9 @@ def torch_build() -> TorchBuild | None:
     return TorchBuild(version=values["__version__"], cuda=values.get("cuda"), hip=values.get("hip"))
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that decide a run's results."""
+@cache
+def versions() -> Mapping[str, str]:
+    """Return the versions of the packages that decide a run's results, read once: it is slow."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
