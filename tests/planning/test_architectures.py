@@ -553,6 +553,8 @@ JUNK = [None, True, -1, 0, 0.5, 10**18, 10**400, "x", "", [], [[]], {}, {"a": 1}
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_no_value_of_any_key_leads_to_another_error_or_to_a_long_wait(model_type):
     base = dict(text_config(entry_of(REPRESENTATIVES[model_type]).config))
+    base[LAYERS.get(model_type, "num_hidden_layers")] = FEW_LAYERS
+    assert shape_from_config(base, name="m").layers == FEW_LAYERS
     family = FAMILIES[model_type]
     keys = {*base, *family.keys.values(), *family.switches, *family.dropout}
     keys |= {*family.aliases.values(), "num_ln_in_parallel_attn", "word_embed_proj_dim"}

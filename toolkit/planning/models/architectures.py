@@ -185,7 +185,8 @@ def _tensors(
     reader: ConfigReader,
 ) -> tuple[Tensor, ...]:
     values = [width_of(feature, widths) for feature in family.features]
-    sizes = [int(value_of(form, values)) for form in family.forms]
+    used = {dim for _, dims, _, _ in family.tensors for dim in dims}  # few of all forms
+    sizes = {dim: int(value_of(family.forms[dim], values)) for dim in used}
 
     def built(numbers: Iterable[int], stem: str = "", layer: int | None = None) -> Iterator[Tensor]:
         for number in numbers:
