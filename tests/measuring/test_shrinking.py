@@ -102,7 +102,7 @@ def test_nobody_asked_and_only_what_does_not_fit_becomes_small(large, tmp_path, 
     with torch.device("meta"):
         parameters = AutoModelForCausalLM.from_config(config).num_parameters()
     assert parameters > LARGEST
-    with shrinking(tmp_path / "small", only_above=parameters):
+    with shrinking(tmp_path / "small", only_above=parameters), torch.device("meta"):
         assert AutoModelForCausalLM.from_config(config).num_parameters() == parameters
     assert capsys.readouterr().out == ""
     with shrinking(tmp_path / "small", only_above=parameters - 1):

@@ -178,7 +178,7 @@ def shrinking(
             return load(cls, name, *arguments, **options)
 
     def from_config(cls: Any, config: Any, **options: Any) -> Any:
-        small = None if inside else small_models.config_of(cls, config)
+        small = None if inside else small_models.small_of(cls, config)[0]
         with making(cls):
             return make(cls, small or config, **options)
 
@@ -245,28 +245,31 @@ class SmallModels:
             config = cls.config_class.from_pretrained(config or name, **where)
         key = f"{cls.__name__} {name} {where}"
         if key not in self._paths:
-            small = self.config_of(cls, config, name=str(name))
+            small, model = self.small_of(cls, config, name=str(name))
             if small is not None and options.get("gguf_file"):
                 raise UsageError(f"{name}: a GGUF file can't be made small. Leave out --shrink.")
             made = self._folder / str(len(self._paths))
-            self._paths[key] = None if small is None else self._saved(cls, small, made, name, where)
+            self._paths[key] = None if small is None else _saved(model, small, made, name, where)
         return self._paths[key]
 
-    def config_of(self, cls: Any, config: PreTrainedConfig, name: str = "") -> Any:
-        """Return the config of a small model; None where it is small, or no causal LM."""
+    def small_of(self, cls: Any, config: PreTrainedConfig, name: str = "") -> tuple[Any, Any]:
+        """Return the config of a small model, and the model; Nones where none is needed.
+
+        That is where the model is small as it is, or no causal LM.
+        """
         if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            return None
+            return None, None
         make = partial(self._make, cls)
         number = _parameters(make, config)
         if number <= max(LARGEST, self._only_above or 0):
-            return None
+            return None, None
         if getattr(config, STORED, None) is not None:
             raise UsageError(
                 f"{name or config.model_type}: its weights are stored quantized "
                 f"({STORED} in config.json), and random ones can't be. Leave out --shrink, or name "
                 "the model that it was made from."
             )
-        small = shrink(config, make)
+        small, model = shrink(config, make)
         self._vocabulary = max(self._vocabulary, _size(small, "vocab_size"))
         if local_rank() == 0:
             layers, width = (_size(config, key) for key in ("num_hidden_layers", "hidden_size"))
@@ -274,31 +277,29 @@ class SmallModels:
             say(
                 f"--shrink: {name or config.model_type} has {number:,} parameters"
                 f"{', too many to train here as it is' if self._only_above else ''}; trained is a "
-                f"random model of its architecture with {_parameters(make, small):,}: {few} of "
+                f"random model of its architecture with {_number(model):,}: {few} of "
                 f"{layers} layers, hidden size {narrow} of {width}"
             )
-        return small
+        return small, model
 
-    def _saved(
-        self, cls: Any, config: Any, folder: Path, name: Any, where: Mapping[str, Any]
-    ) -> str:
-        """Save a random model, with the generation settings of the one it stands for."""
-        model = self._make(cls, config)
-        dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-        config.architectures = [cls.__name__]
-        config.save_pretrained(folder)
-        save_model(model.to(dtype), str(folder / SAFE_WEIGHTS_NAME), metadata={"format": "pt"})
-        with contextlib.suppress(OSError):  # it has none
-            GenerationConfig.from_pretrained(name, **where).save_pretrained(folder)
-        return str(folder)
+
+def _saved(model: Any, config: Any, folder: Path, name: Any, where: Mapping[str, Any]) -> str:
+    """Save a random model, with the generation settings of the one it stands for."""
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    save_model(model.to(dtype), str(folder / SAFE_WEIGHTS_NAME), metadata={"format": "pt"})
+    with contextlib.suppress(OSError):  # it has none
+        GenerationConfig.from_pretrained(name, **where).save_pretrained(folder)
+    return str(folder)
 
 
 def _size(config: PreTrainedConfig, name: str) -> Any:
     return getattr(config.get_text_config(decoder=True), name, "?")
 
 
-def shrink(config: PreTrainedConfig, make: Callable[[Any], Any]) -> PreTrainedConfig:
-    """Return the config of a small model of the same architecture.
+def shrink(config: PreTrainedConfig, make: Callable[[Any], Any]) -> tuple[PreTrainedConfig, Any]:
+    """Return the config of a small model of the same architecture, and the model.
 
     Args:
         config: Of a causal LM; not changed.
@@ -313,8 +314,9 @@ def shrink(config: PreTrainedConfig, make: Callable[[Any], Any]) -> PreTrainedCo
             small = type(config).from_dict(small_sizes(config.to_dict(), narrow=narrow))
             number = _parameters(make, small)
             if number <= largest:
-                _try(make(small))
-                return small
+                model = make(small)
+                _try(model)
+                return small, model
         except Exception as error:  # any: each family checks its sizes in its own way
             problems.append(f"{type(error).__name__}: {error}".splitlines()[0])
         else:
@@ -328,7 +330,11 @@ def shrink(config: PreTrainedConfig, make: Callable[[Any], Any]) -> PreTrainedCo
 
 def _parameters(make: Callable[[Any], Any], config: PreTrainedConfig) -> int:
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in make(config).parameters())
+        return _number(make(config))
+
+
+def _number(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 @torch.no_grad()
