@@ -151,12 +151,9 @@ def entry_of(name):
 @cache
 def built(case):
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    asked = text_config(case.config)
-    config = AutoConfig.for_model(asked.pop("model_type"), **asked)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = build(text_config(case.config), torch.bfloat16)
+    config = model.config
     modules = dict(model.named_modules())
     named = dict(model.named_parameters())
     layers = max((m for m in modules.values() if isinstance(m, torch.nn.ModuleList)), key=len)

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from toolkit.engines.described import decoder_layers, describe, splits_of
 from toolkit.errors import sentence_of
@@ -178,8 +179,18 @@ def build(config: Mapping[str, Any], dtype: torch.dtype, *, eager: bool = False)
 
     # Without a choice, transformers takes SDPA where the class supports it.
     options = {"attn_implementation": "eager"} if eager else {}
-    with torch.device("meta"):
+    with torch.device("meta"), _Unfilled():
         return AutoModelForCausalLM.from_config(parsed(config), dtype=dtype, **options).train()
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves out the random values that weights on the meta device don't take."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in ("kaiming_uniform_", "uniform_", "normal_"):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
 
 
 def twins_of(layers: Iterable[nn.Module]) -> list[int]:

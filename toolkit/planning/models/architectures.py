@@ -185,15 +185,17 @@ def _tensors(
     reader: ConfigReader,
 ) -> tuple[Tensor, ...]:
     values = [width_of(feature, widths) for feature in family.features]
-    used = {dim for _, dims, _, _ in family.tensors for dim in dims}  # few of all forms
-    sizes = {dim: int(value_of(family.forms[dim], values)) for dim in used}
+    shapes = [
+        tuple(int(value_of(family.forms[dim], values)) for dim in dims)
+        for _, dims, _, _ in family.tensors
+    ]
 
     def built(numbers: Iterable[int], stem: str = "", layer: int | None = None) -> Iterator[Tensor]:
         for number in numbers:
-            name, dims, kind, split = family.tensors[number]
+            name, _, kind, split = family.tensors[number]
             if not (tied and kind == "head"):
-                shape = tuple(sizes[dim] for dim in dims)
-                yield Tensor(f"{stem}{name}", shape, cast("TensorKind", kind), layer, split)
+                kind = cast("TensorKind", kind)
+                yield Tensor(f"{stem}{name}", shapes[number], kind, layer, split)
 
     tensors = list(built(variant["before"]))
     for layer, kind in enumerate(kinds):
