@@ -179,11 +179,11 @@ def build(config: Mapping[str, Any], dtype: torch.dtype, *, eager: bool = False)
 
     # Without a choice, transformers takes SDPA where the class supports it.
     options = {"attn_implementation": "eager"} if eager else {}
-    with torch.device("meta"), _Unfilled():
+    with torch.device("meta"), Unfilled():
         return AutoModelForCausalLM.from_config(parsed(config), dtype=dtype, **options).train()
 
 
-class _Unfilled(TorchFunctionMode):
+class Unfilled(TorchFunctionMode):
     """Leaves out the random values that weights on the meta device don't take."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

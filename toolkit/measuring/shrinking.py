@@ -33,6 +33,7 @@ from toolkit.engines.hooks import replace_method
 from toolkit.engines.loading import outside_of_engines
 from toolkit.errors import UsageError
 from toolkit.launching.ranks import local_rank, say
+from toolkit.measuring.meta_model import Unfilled
 
 LARGEST: Final = 40_000_000
 """Parameters of the largest small model."""
@@ -329,7 +330,7 @@ def shrink(config: PreTrainedConfig, make: Callable[[Any], Any]) -> tuple[PreTra
 
 
 def _parameters(make: Callable[[Any], Any], config: PreTrainedConfig) -> int:
-    with torch.device("meta"):
+    with torch.device("meta"), Unfilled():
         return _number(make(config))
 
 
