@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from toolkit import environment
 from toolkit.errors import UsageError
+from toolkit.measuring.meta_model import Unfilled
 from toolkit.measuring.shrinking import LARGEST, most_parameters, shrinking, small_sizes
 from toolkit.planning.models.architectures import text_part
 from toolkit.planning.models.family import FAMILIES
@@ -77,7 +78,7 @@ def test_all_well_known_sizes_of_a_family_become_small():
     for name, known in KNOWN.items():
         config = AutoConfig.for_model(**known)
         small = type(config).from_dict(small_sizes(config.to_dict()))
-        with torch.device("meta"):
+        with torch.device("meta"), Unfilled():
             model = AutoModelForCausalLM.from_config(small)
         assert model.num_parameters() <= LARGEST, name
 

@@ -237,7 +237,8 @@ def test_the_figure_is_drawn(found, tmp_path, name):
     assert apart == pytest.approx([apart[0]] * len(apart))  # each is twice the one before
 
 
-def test_a_figure_of_another_kind_is_refused(found, tmp_path):
+def test_a_figure_of_another_kind_is_refused(tmp_path):
+    found = plan("7b", gpu="L4", gpus=1, strategies="single")
     with pytest.raises(UsageError, match=r"\.svg"):
         found.plot(tmp_path / "memory.pdf")
     with pytest.raises(UsageError, match="can't be written"):
