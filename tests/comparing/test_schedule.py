@@ -23,7 +23,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 from example_record import NOT_COUNTED, TRAINING
-from places import SCRIPTS
+from places import HELPERS, SCRIPTS
 from rich.console import Console
 from small_llama import CONFIG
 
@@ -75,13 +75,21 @@ class World:
         )
         model = {"model": {"name": "tiny", "path": str(start), "parameters": 6}}
         self.prepared = json.dumps(PREPARED | model)
+        self.script = folder / "prepare.py"
+        monkeypatch.setattr(preflight, "PREPARE", (sys.executable, str(self.script)))
+        monkeypatch.setattr(preflight, "FLAGS", "keyword")  # finds no mistake in them
         self.prepare_ends(0, self.prepared)
 
     def prepare_ends(self, status, output="", words=""):
-        script = (
+        self.prepare_by(
             f"import sys; print({output!r}); print({words!r}, file=sys.stderr); sys.exit({status})"
         )
-        self.monkeypatch.setattr(preflight, "PREPARE", (sys.executable, "-c", script))
+
+    def prepare_by(self, script):
+        self.script.write_text(script)
+
+    def start_cold(self):
+        self.monkeypatch.delenv(SOCKET)
 
     def compare(
         self, *strategies, output=None, terminal=False, runs=None, speeds=None, also=None, **options
@@ -113,10 +121,51 @@ class World:
         return self.order_file.read_text().split()
 
 
+WARM = """
+import gc, shutil, socket, sys
+from toolkit import fork_server
+from toolkit.launching import status
+from toolkit.records import json_files
+
+sys.path.append(sys.argv[2])
+import example_record
+
+fork_server.reinitialise = int  # torch, which no stand-in imports
+gc.freeze()
+imported = fork_server.Imported(search_path=(*sys.path,), variables={}, files=frozenset({0, 1, 2}))
+fork_server.serve(socket.socket(fileno=int(sys.argv[1])), imported)
+"""
+
+
+@contextlib.contextmanager
+def warm_process(path):
+    """A warm process that has imported no more than stand-ins for runs need."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        number = listener.fileno()
+        command = [sys.executable, "-c", WARM, str(number), str(HELPERS)]
+        process = subprocess.Popen(command, pass_fds=[number])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def warm_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("forks") / "warm"
+    with warm_process(path):
+        yield path
+
+
 @pytest.fixture
-def drawing_world(tmp_path, monkeypatch, write_weights):
+def drawing_world(tmp_path, monkeypatch, write_weights, warm_path):
     """A world whose reports have their figures."""
     monkeypatch.setattr(schedule.environment, "gpus", list)
+    monkeypatch.setattr(forking, "key_of", lambda environment: "warm")
+    monkeypatch.setenv(SOCKET, str(warm_path))
     return World(tmp_path, monkeypatch, write_weights)
 
 
@@ -129,6 +178,7 @@ def world(drawing_world, monkeypatch):
 
 def test_two_good_runs_exit_0_and_leave_their_files(drawing_world):
     world = drawing_world
+    world.start_cold()
     assert world.compare("single", "ddp") == 0
 
     results = world.results()
@@ -375,7 +425,7 @@ def test_preparing_is_told_every_strategy_that_will_run_and_whether_it_is_a_rehe
         schedule.environment, "missing_for", lambda s: "no libaio" if "nvme" in s.name else None
     )
     script = "import sys; print(*sys.argv[1:], file=sys.stderr); print('no'); sys.exit(2)"
-    monkeypatch.setattr(preflight, "PREPARE", (sys.executable, "-c", script))
+    world.prepare_by(script)
     ranks = "--ranks=single:1,ddp:2,zero2:2"
     with pytest.raises(UsageError, match=f"--strategies=single,ddp,zero2 {ranks} --rehearsal "):
         world.compare("ddp", "zero3_nvme", "zero2")
@@ -610,13 +660,6 @@ def test_a_finished_comparison_that_is_repeated_and_interrupted_stays_as_it_is(
     assert [(world.output / name).read_bytes() for name in names] == before
 
 
-WARM = """
-import socket, sys
-from toolkit.fork_server import Imported, serve
-
-imported = Imported(search_path=(*sys.path,), variables={}, files=frozenset({0, 1, 2}))
-serve(socket.socket(fileno=int(sys.argv[1])), imported)
-"""
 DIES_ONCE = """
 import os, signal, sys
 from pathlib import Path
@@ -635,21 +678,14 @@ def test_where_the_warm_process_ends_that_is_told_and_it_goes_on_cold(
     world, monkeypatch, tmp_path, when
 ):
     path = tmp_path / "warm"
-    monkeypatch.setattr(forking, "key_of", lambda environment: "warm")
     monkeypatch.setenv(SOCKET, str(path))
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
-        listener.listen()
-        number = listener.fileno()
-        process = subprocess.Popen([sys.executable, "-c", WARM, str(number)], pass_fds=[number])
-    if when == "preparing":
-        mark = str(tmp_path / "mark")
-        script = DIES_ONCE.format(mark=mark, pid=process.pid, answer=world.prepared)
-        monkeypatch.setattr(preflight, "PREPARE", (sys.executable, "-c", script))
-    else:
-        threading.Thread(target=end_when, args=(world.started, process), daemon=True).start()
-    runs = {"single": ["wait", "ok"]} if when == "training" else {}
-    try:
+    with warm_process(path) as process:
+        if when == "preparing":
+            mark = str(tmp_path / "mark")
+            world.prepare_by(DIES_ONCE.format(mark=mark, pid=process.pid, answer=world.prepared))
+        else:
+            threading.Thread(target=end_when, args=(world.started, process), daemon=True).start()
+        runs = {"single": ["wait", "ok"]} if when == "training" else {}
         assert world.compare("single", "ddp", runs=runs) == 0
         said = "The warm process that the launch was forked from has ended"
         assert world.printed.count(said) == 1
@@ -657,9 +693,6 @@ def test_where_the_warm_process_ends_that_is_told_and_it_goes_on_cold(
         assert "Loading weights" not in world.printed
         last = {"training": "single-trainer-2", "preparing": "single-trainer-1"}[when]
         assert world.results()["runs"][0]["folder"] == last
-    finally:
-        process.kill()
-        process.wait()
 
 
 def end_when(started, process):
@@ -949,6 +982,7 @@ def room_for_files_of(count):
 
 
 def test_a_full_disk_is_a_sentence_keeps_what_is_finished_and_the_same_command_goes_on(world):
+    world.start_cold()
     assert world.compare("single") == 0
     file = world.output / "results.json"
 
