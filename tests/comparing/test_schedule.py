@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import io
 import json
 import math
@@ -9,6 +10,7 @@ import os
 import re
 import resource
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -160,20 +162,55 @@ def warm_path(tmp_path_factory):
         yield path
 
 
+@pytest.fixture(scope="module")
+def make_world(tmp_path_factory, write_weights):
+    """Make a world in a folder; its runs are forked from a warm process."""
+    path = tmp_path_factory.mktemp("forks") / "warm"
+    versions = functools.cache(schedule.environment.versions)
+
+    def make(folder, monkeypatch):
+        monkeypatch.setattr(schedule.environment, "gpus", list)
+        monkeypatch.setattr(schedule.environment, "versions", versions)
+        monkeypatch.setattr(forking, "key_of", lambda environment: "warm")
+        monkeypatch.setenv(SOCKET, str(path))
+        return World(folder, monkeypatch, write_weights)
+
+    with warm_process(path):
+        yield make
+
+
+def without_figures(monkeypatch):
+    """They take more time than all else of a comparison."""
+    monkeypatch.setattr(figures, "is_installed", lambda module: module != "matplotlib")
+
+
 @pytest.fixture
-def drawing_world(tmp_path, monkeypatch, write_weights, warm_path):
+def drawing_world(tmp_path, monkeypatch, make_world):
     """A world whose reports have their figures."""
-    monkeypatch.setattr(schedule.environment, "gpus", list)
-    monkeypatch.setattr(forking, "key_of", lambda environment: "warm")
-    monkeypatch.setenv(SOCKET, str(warm_path))
-    return World(tmp_path, monkeypatch, write_weights)
+    return make_world(tmp_path, monkeypatch)
 
 
 @pytest.fixture
 def world(drawing_world, monkeypatch):
-    """The same without them: they take more time than all else of a comparison."""
-    monkeypatch.setattr(figures, "is_installed", lambda module: module != "matplotlib")
+    without_figures(monkeypatch)
     return drawing_world
+
+
+@pytest.fixture(scope="module")
+def first_world(tmp_path_factory, make_world):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        without_figures(monkeypatch)
+        world = make_world(tmp_path_factory.mktemp("first"), monkeypatch)
+        assert world.compare("single", "ddp") == 0
+    return world
+
+
+@pytest.fixture
+def finished_world(world, first_world):
+    """A world in which `single` and `ddp` have run; its files are a copy of those of another."""
+    shutil.copytree(first_world.output, world.output)
+    shutil.copy(first_world.order_file, world.order_file)
+    return world
 
 
 def test_two_good_runs_exit_0_and_leave_their_files(drawing_world):
@@ -438,8 +475,8 @@ def test_a_comparison_says_what_was_switched_on_for_speed(world):
     assert world.results()["fixed"]["speed switches"] == "loss_impl chunked"
 
 
-def test_runs_without_switches_for_speed_say_so_and_may_be_compared_with_others(world):
-    world.compare("single", "ddp")
+def test_runs_without_switches_for_speed_say_so_and_may_be_compared_with_others(finished_world):
+    world = finished_world
     assert world.results()["fixed"]["speed switches"] == "none"
     assert "speed switches" not in SAME_TRAINING
 
@@ -482,14 +519,14 @@ def test_the_same_output_again_runs_only_what_is_missing(world):
     assert "fsdp is finished already" in world.printed
 
 
-def test_a_finished_comparison_is_shown_again_without_preparing(world):
-    world.compare("single", "ddp")
+def test_a_finished_comparison_is_shown_again_without_preparing(finished_world):
+    world = finished_world
     world.prepare_ends(1)
     assert world.compare("single", "ddp") == 0
 
 
-def test_other_settings_in_the_same_output_are_refused_and_named(world):
-    world.compare("single", "ddp")
+def test_other_settings_in_the_same_output_are_refused_and_named(finished_world):
+    world = finished_world
     with pytest.raises(UsageError, match="max_steps was 4, and is 5 now"):
         world.compare("single", "ddp", max_steps=5)
     with pytest.raises(UsageError, match="--seed was not given, and is 7 now"):
@@ -558,8 +595,8 @@ def test_an_nvme_path_that_is_no_folder_is_found_first(world):
     assert not world.output.exists()
 
 
-def test_a_second_comparison_in_the_same_folder_is_refused(world):
-    world.compare("single")
+def test_a_second_comparison_in_the_same_folder_is_refused(finished_world):
+    world = finished_world
     with (world.output / ".lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(UsageError, match="Another comparison is working"):
@@ -643,9 +680,9 @@ def test_an_interruption_while_it_writes_the_reports_is_told(world, monkeypatch,
 
 @pytest.mark.parametrize("where", ["take_over", "take"])
 def test_a_finished_comparison_that_is_repeated_and_interrupted_stays_as_it_is(
-    world, monkeypatch, where
+    finished_world, monkeypatch, where
 ):
-    assert world.compare("single", "ddp") == 0
+    world = finished_world
     names = ("results.json", "report.md", "report.html", "results.csv")
     before = [(world.output / name).read_bytes() for name in names]
     original = getattr(schedule.RunQueue, where)
@@ -887,8 +924,8 @@ def test_a_run_that_was_skipped_has_its_prediction_and_a_rehearsal_has_no_room(w
     assert (predicted["room_bytes"], predicted["over_bytes"]) == (None, None)
 
 
-def test_what_a_record_lacks_is_said_in_the_row(world):
-    world.compare("single")
+def test_what_a_record_lacks_is_said_in_the_row(finished_world):
+    world = finished_world
     row = world.results()["runs"][0]
     for name in ("phases", "warm_up", "peak"):
         assert row[name] is None
@@ -938,8 +975,8 @@ LOST = {
 
 
 @pytest.mark.parametrize("content", LOST.values(), ids=LOST)
-def test_a_comparison_whose_results_are_lost_goes_on(world, content):
-    world.compare("single", "ddp")
+def test_a_comparison_whose_results_are_lost_goes_on(finished_world, content):
+    world = finished_world
     file = world.output / "results.json"
     before = world.results()
     file.unlink()
@@ -961,8 +998,8 @@ def test_a_comparison_whose_results_are_lost_goes_on(world, content):
         assert file.with_name("results.json.damaged-2").read_bytes() == b"a second damage"
 
 
-def test_results_of_a_newer_toolkit_are_refused_and_not_made_again(world):
-    world.compare("single")
+def test_results_of_a_newer_toolkit_are_refused_and_not_made_again(finished_world):
+    world = finished_world
     file = world.output / "results.json"
     file.write_text('{"schema": 2}')
     with pytest.raises(UsageError, match=r"results\.json has schema 2"):
