@@ -1,5 +1,6 @@
 """`report.png`: its size, what it says, and what cannot break it."""
 
+import contextlib
 import json
 import struct
 import subprocess
@@ -28,9 +29,9 @@ def pixels(png):
     return struct.unpack(">II", png[16:24])
 
 
-@pytest.fixture
-def texts(monkeypatch):
-    """The texts that are drawn, each with the box that it takes, in pixels from below."""
+@contextlib.contextmanager
+def noted_texts():
+    """Note the texts that are drawn, each with the box that it takes, in pixels from below."""
     drawn = []
     draw = matplotlib.text.Text.draw
 
@@ -39,8 +40,22 @@ def texts(monkeypatch):
             drawn.append((self.get_text(), self.get_window_extent(renderer)))
         return draw(self, renderer, *args, **kwargs)
 
-    monkeypatch.setattr(matplotlib.text.Text, "draw", noted)
-    return drawn
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(matplotlib.text.Text, "draw", noted)
+        yield drawn
+
+
+@pytest.fixture
+def texts():
+    with noted_texts() as drawn:
+        yield drawn
+
+
+@pytest.fixture(scope="module")
+def usual(full_results):
+    """The picture of these results, unchanged, and its texts: drawn once."""
+    with noted_texts() as drawn:
+        return render_picture(full_results()), drawn
 
 
 def words_of(texts):
@@ -111,8 +126,9 @@ main()
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
-def test_it_says_the_verdict_the_memory_and_what_a_rehearsal_is(full_results, texts):
-    assert pixels(render_picture(full_results())) == (1200, 630)
+def test_it_says_the_verdict_the_memory_and_what_a_rehearsal_is(full_results, usual):
+    png, texts = usual
+    assert pixels(png) == (1200, 630)
     words = words_of(texts)
     assert verdict(full_results()) in " ".join(words)
     assert picture.REHEARSAL in words
@@ -204,19 +220,17 @@ def test_losses_that_are_odd_are_drawn_or_left_out(full_results, texts, odd):
     check_fits(texts)
 
 
-def test_states_that_a_device_does_not_hold_are_explained(full_results, texts):
+def test_states_that_a_device_does_not_hold_are_explained(full_results, usual, texts):
+    assert picture.OFFLOADED not in words_of(usual[1])
     results = full_results()
-    render_picture(results)
-    assert picture.OFFLOADED not in words_of(texts)
     results["runs"][1] |= {"strategy": "zero2_offload", "name": "zero2_offload-trainer"}
     render_picture(results)
     assert picture.OFFLOADED in words_of(texts)
     assert any(text.startswith("zero2_off") and text.endswith("*") for text in words_of(texts))
 
 
-def test_beside_what_was_measured_stands_what_the_planner_has_at_7b(full_results, texts):
-    render_picture(full_results())
-    words = words_of(texts)
+def test_beside_what_was_measured_stands_what_the_planner_has_at_7b(usual):
+    words = words_of(usual[1])
     assert "Planned at 7B, a GPU, GiB" in words
     plans = {count: plan("7b", gpus=count) for count in (2, 4)}
     for count, name in ((2, "ddp"), (2, "fsdp"), (4, "fsdp"), (2, "zero3")):
@@ -232,8 +246,8 @@ def test_a_strategy_that_cannot_be_planned_says_so(full_results, texts):
     check_fits(texts)
 
 
-def test_the_same_data_give_the_same_bytes(full_results):
-    assert render_picture(full_results()) == render_picture(full_results())
+def test_the_same_data_give_the_same_bytes(full_results, usual):
+    assert render_picture(full_results()) == usual[0]
 
 
 def test_its_colours_are_the_page_s():
