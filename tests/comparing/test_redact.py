@@ -103,10 +103,10 @@ def test_a_special_token_is_no_secret_as_a_key_either(full_results):
 )
 @pytest.mark.parametrize("start", ["", "token", "C:\\Users\\", "api key", "eyJ"])
 def test_a_long_line_takes_no_time(piece, start):
-    line = start + piece * (100_000 // len(piece))
+    line = start + piece * (50_000 // len(piece))
     began = time.process_time()
     clean(line)
-    assert time.process_time() - began < 1
+    assert time.process_time() - began < 0.25
 
 
 def test_this_home_is_taken_out_wherever_it_is(monkeypatch):
