@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import functools
 import io
 import json
 import math
@@ -156,21 +155,12 @@ def warm_process(path):
 
 
 @pytest.fixture(scope="module")
-def warm_path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("forks") / "warm"
-    with warm_process(path):
-        yield path
-
-
-@pytest.fixture(scope="module")
 def make_world(tmp_path_factory, write_weights):
     """Make a world in a folder; its runs are forked from a warm process."""
     path = tmp_path_factory.mktemp("forks") / "warm"
-    versions = functools.cache(schedule.environment.versions)
 
     def make(folder, monkeypatch):
         monkeypatch.setattr(schedule.environment, "gpus", list)
-        monkeypatch.setattr(schedule.environment, "versions", versions)
         monkeypatch.setattr(forking, "key_of", lambda environment: "warm")
         monkeypatch.setenv(SOCKET, str(path))
         return World(folder, monkeypatch, write_weights)

@@ -18,6 +18,7 @@ IMPORTED = (
     "toolkit.comparing.report.picture",
     "toolkit.comparing.report.write",
     "toolkit.comparing.run.schedule",
+    "typer._adapters",
 )
 
 
