@@ -35,6 +35,7 @@ MOST_WORDS = 1200
 """Outside of blocks, tables included."""
 TEST_COMMAND = "pip install '.[test]' && pytest"
 LAUNCH = "accelerate launch --config_file accelerate_configs"
+COMMAND = typer.main.get_command(app)
 COMMANDS = sorted({command for page in ALL for command in page.commands})
 WITHOUT_RANKS = ("toolkit configs ", "toolkit plan ", "toolkit recommend ")
 PYTHON = [(page, text) for page in ALL for text in page.python]
@@ -160,7 +161,7 @@ def check_command(words):
 
 def check_toolkit(words):
     verb, rest = verb_of(words)
-    settings = typer.main.get_command(app).context_settings  # a verb gets them from its group
+    settings = COMMAND.context_settings  # a verb gets them from its group
     given = verb.make_context(verb.name, rest, **settings).params
     if verb.name == "compare":
         check_compare(given)
@@ -172,7 +173,7 @@ def check_toolkit(words):
 
 def verb_of(words):
     """Return the verb that the words name, `configs show` is one, and the words behind it."""
-    command = typer.main.get_command(app)
+    command = COMMAND
     while hasattr(command, "commands"):
         assert words, f"{command.name} needs a verb"
         assert words[0] in command.commands, words[0]
@@ -290,8 +291,7 @@ def test_every_flag_in_the_text_exists():
 
     kinds = [*OWN.values(), TrainingArguments]
     known = {f"--{name}" for kind in kinds for name in kind.__dataclass_fields__}
-    root = typer.main.get_command(app)
-    groups = (root, root.commands["configs"], root.commands["checkpoint"])
+    groups = (COMMAND, COMMAND.commands["configs"], COMMAND.commands["checkpoint"])
     verbs = [verb for group in groups for verb in group.commands.values()]
     known |= spellings(verbs)
     known |= {name for action in launch_parser()._actions for name in action.option_strings}

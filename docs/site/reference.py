@@ -9,6 +9,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from functools import cache
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer.main
@@ -28,6 +29,7 @@ OPTIONAL = re.compile(r"^Optional\[(.*)\]$")
 MARKUP = re.compile(r"([\\*_<>\[\]{}$#|])")
 
 
+@cache
 def reference_pages() -> dict[str, str]:
     """Return the text of each page by its name."""
     return {
