@@ -181,7 +181,8 @@ def patch_transformers() -> None:
     # for peft and bitsandbytes, and a script without a Trainer never does.
     transformers.utils.import_utils.is_torch_bf16_gpu_available = lambda: True
     transformers.utils.is_torch_bf16_gpu_available = lambda: True
-    if (arguments := sys.modules.get("transformers.training_args")) is not None:
+    arguments: Any = sys.modules.get("transformers.training_args")
+    if arguments is not None:
         arguments.is_torch_bf16_gpu_available = lambda: True
 
 
