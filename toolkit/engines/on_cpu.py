@@ -174,16 +174,13 @@ class _ShmFinder(MetaPathFinder):
 
 def patch_transformers() -> None:
     """Let `TrainingArguments(bf16=True)` through: a CPU computes in bf16, only slower."""
-    import transformers.utils
-    import transformers.utils.import_utils
-
-    # Each module imports the function by its name. That of the arguments takes seconds to import,
-    # for peft and bitsandbytes, and a script without a Trainer never does.
-    transformers.utils.import_utils.is_torch_bf16_gpu_available = lambda: True
-    transformers.utils.is_torch_bf16_gpu_available = lambda: True
-    arguments: Any = sys.modules.get("transformers.training_args")
-    if arguments is not None:
-        arguments.is_torch_bf16_gpu_available = lambda: True
+    importlib.import_module("transformers.utils.import_utils")
+    # Each module has imported the function by its name. That of the arguments takes seconds to
+    # import, for peft and bitsandbytes, and a script without a Trainer never does.
+    for name in ("utils", "utils.import_utils", "training_args"):
+        module: Any = sys.modules.get(f"transformers.{name}")
+        if module is not None:
+            module.is_torch_bf16_gpu_available = lambda: True
 
 
 def register_ring() -> None:
