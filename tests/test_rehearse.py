@@ -1,7 +1,7 @@
 """Scripts that know nothing of the toolkit, under configs made for GPUs, on a machine without."""
 
 import ast
-import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -16,6 +16,7 @@ import pytest
 from places import ROOT, SCRIPTS
 
 from toolkit import rehearse
+from toolkit.engines.on_cpu import patch_transformers
 
 STRATEGIES = ("ddp", "zero3", "fsdp")
 ENGAGED = {
@@ -401,3 +402,19 @@ def test_the_places_inside_accelerate_that_a_rehearsal_changes_are_still_there()
     assert "cpu_offload" in inspect.getsource(FullyShardedDataParallelPlugin.set_cpu_offload)
     assert callable(training_args.is_torch_bf16_gpu_available)
     assert "build_shm_op()" in inspect.getsource(importlib.import_module("deepspeed.comm.torch"))
+
+
+def test_arguments_imported_after_a_rehearsal_began_take_bf16_too(monkeypatch):
+    import transformers.training_args
+    import transformers.utils.import_utils
+
+    for module in (transformers.utils, transformers.utils.import_utils, transformers.training_args):
+        name = "is_torch_bf16_gpu_available"
+        monkeypatch.setattr(module, name, getattr(module, name))  # as it was, afterwards
+    spec = importlib.util.find_spec("transformers.training_args")
+    monkeypatch.delitem(sys.modules, spec.name)
+    patch_transformers()
+    later = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, later)
+    spec.loader.exec_module(later)
+    assert later.is_torch_bf16_gpu_available()

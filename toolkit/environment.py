@@ -407,7 +407,7 @@ def snapshot() -> dict[str, Any]:
         "memory_bytes": memory_bytes(),
         "platform": platform.platform(),
         "compiler": has_compiler(),
-        "versions": versions(),
+        "versions": dict(versions()),
         "verified": verified().get("words"),
         "commit": commit(),
     }

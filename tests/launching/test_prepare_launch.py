@@ -36,10 +36,12 @@ def terminal():
     watched, written = pty.openpty()
     fcntl.ioctl(written, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
     seen = []
-    yield written, seen
-    os.close(written)
-    seen.append(os.read(watched, 100_000).decode())
-    os.close(watched)
+    try:
+        yield written, seen
+    finally:
+        os.close(written)
+        seen.append(os.read(watched, 100_000).decode())
+        os.close(watched)
 
 
 def chats(path, count=20):

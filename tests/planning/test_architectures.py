@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 from toolkit.errors import UsageError
-from toolkit.measuring.meta_model import build
+from toolkit.measuring.meta_model import Unfilled, build
 from toolkit.planning.models.architectures import shape_from_config, text_part
 from toolkit.planning.models.family import FAMILIES
 from toolkit.planning.models.resolve import resolve_model, well_known
@@ -151,9 +151,12 @@ def entry_of(name):
 @cache
 def built(case):
     import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = build(text_config(case.config), torch.bfloat16)
-    config = model.config
+    asked = text_config(case.config)
+    config = AutoConfig.for_model(asked.pop("model_type"), **asked)
+    with torch.device("meta"), Unfilled():
+        model = AutoModelForCausalLM.from_config(config)
     modules = dict(model.named_modules())
     named = dict(model.named_parameters())
     layers = max((m for m in modules.values() if isinstance(m, torch.nn.ModuleList)), key=len)

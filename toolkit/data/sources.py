@@ -376,7 +376,8 @@ def _standard_library() -> Path:
         try:
             rows = list(dict.fromkeys(_documented_functions(root)))
         finally:
-            (gc.enable if is_collecting else gc.disable)()
+            if is_collecting:
+                gc.enable()
         if len(rows) < _FEWEST_ROWS:
             raise UsageError(
                 f"This Python comes without the sources of its standard library ({len(rows)} "

@@ -165,15 +165,10 @@ class Sheet:
         )
         return line[:fitting].rstrip() + ELLIPSIS
 
-    def wrap(self, text: str, size: float, room: float, most: int) -> list[str]:
-        """Return `text` in bold lines no wider than `room`; a word that is wider is cut.
-
-        Where it takes more than `most` lines, the text ends somewhere after them.
-        """
+    def wrap(self, text: str, size: float, room: float) -> list[str]:
+        """Return `text` in bold lines no wider than `room`; a word that is wider is cut."""
         lines: list[str] = []
         for word in text[:LONGEST].split():
-            if len(lines) > most:
-                break
             longer = f"{lines[-1]} {word}" if lines else word
             if lines and self.width(longer, size, bold=True) <= room:
                 lines[-1] = longer
@@ -214,7 +209,7 @@ def _header(sheet: Sheet, results: Results) -> None:
     sheet.text(MARGIN, 32, sheet.cut(_facts(results), 20, room), 20, colour="muted")
     size, lines = 0, [""]
     for size, most in VERDICT_SIZES.items():
-        lines = sheet.wrap(verdict(results), size, room, most)
+        lines = sheet.wrap(verdict(results), size, room)
         if len(lines) <= most:
             break
     else:
