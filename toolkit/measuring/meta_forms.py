@@ -232,8 +232,7 @@ class LengthReader:
 def largest(forms: Iterable[Form]) -> list[Form]:
     """Return the forms that are not always less than another."""
     kept: list[Form] = []
-    distinct = {tuple(form.items()): form for form in forms}.values()
-    for form in sorted(distinct, key=lambda form: -sum(form.values())):
+    for form in sorted(forms, key=lambda form: -sum(form.values())):
         if not any(at_least(other, form) for other in kept):
             kept = [other for other in kept if not at_least(form, other)] + [form]
     return kept
