@@ -124,7 +124,8 @@ def train_by_loop():
         for step, batch in enumerate(loader):
             loss = trained(**batch).loss
             if fault == "noise_of_its_own":
-                loss = loss * (1 + 9 * torch.rand((), generator=noise))
+                # AdamW's first update is nearly the same for any factor.
+                loss = loss * (1 + (9 if step else 1e-5) * torch.rand((), generator=noise))
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

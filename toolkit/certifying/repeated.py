@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Final, Literal
 
-from toolkit.certifying.resumed import SHARE, distance, pairs
+from toolkit.certifying.resumed import LOSSES, SHARE, are_close, distance, pairs
 from toolkit.certifying.subject import Finding, Subject, broken, holds, not_judged, note
 from toolkit.records.observation import Evaluation
 
@@ -142,8 +142,12 @@ def _other_log(subject: Subject) -> str:
 
 
 def _first_apart(subject: Subject) -> tuple[int, str, Kind] | None:
-    """Return the first step in which two runs differ, how, and in what."""
+    """Return the first step in which two runs differ, how, and in what.
+
+    Rounding of kernels is only returned where the steps behind it differ in nothing else.
+    """
     states = [one for one in subject.saves if one["rank"] == 0]
+    rounded: tuple[int, str, Kind] | None = None
     for step, rank, ours, theirs in sorted(
         pairs(subject.saves, subject.twice), key=lambda pair: pair[:2]
     ):
@@ -159,19 +163,20 @@ def _first_apart(subject: Subject) -> tuple[int, str, Kind] | None:
             return step, f"{words}: what is made anew has no seed", "numbers"
         if ours["seed"] != theirs["seed"]:
             return step, f"torch's random numbers on rank {rank} have no seed: dropout", "numbers"
-        if ours["losses"] != theirs["losses"]:
+        after = step - rounded[0] if rounded else 0
+        if not are_close(ours["losses"], theirs["losses"], LOSSES if after else 0.0):
             words = f"rank {rank} has losses of {ours['losses']} and {theirs['losses']}"
-            words += " from the same rows and weights: random numbers that have no seed"
-            return max(1, step), words, "numbers"
+            words += f" from the same rows{'' if after else ' and weights'}"
+            return max(1, step), f"{words}: random numbers that have no seed", "numbers"
         if other:
             start = states[0]["states"][0]["weights"] | states[0]["states"][step - 1]["weights"]
             gap = max(distance(theirs["weights"][n], ours["weights"][n], start[n]) for n in other)
             words = f"{len(other)} weights, the first is {other[0]}, are up to {gap:.1e} of their "
             words += "update apart after the same losses: "
-            if gap <= SHARE:
-                return step, f"{words}kernels round otherwise", "rounding"
-            return step, f"{words}random numbers that have no seed", "numbers"
-    return None
+            if gap > SHARE * (1 + after):
+                return step, f"{words}random numbers that have no seed", "numbers"
+            rounded = rounded or (step, f"{words}kernels round otherwise", "rounding")
+    return rounded
 
 
 def twice_the_same(subject: Subject) -> Finding:

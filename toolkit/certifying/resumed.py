@@ -18,6 +18,9 @@ ROUNDING: Final = 1e-6
 SHARE: Final = 0.05
 """Difference of weights, relative to the update of a step, that other kernels may make."""
 
+LOSSES: Final = 1e-3
+"""Relative difference of losses that follows from it."""
+
 ADVICE: Final = (
     "Save and load model, optimizer, scheduler and loader together: Trainer's checkpoints, or "
     "accelerator.save_state and load_state with all of them prepared"
@@ -90,6 +93,13 @@ def distance(ours: Tensor, theirs: Tensor, start: Tensor) -> float:
     return math.dist(ours["values"], theirs["values"]) / max(update, 1e-12)
 
 
+def are_close(ours: Sequence[float], theirs: Sequence[float], within: float) -> bool:
+    """Say whether losses differ by no more than a part of them."""
+    return len(ours) == len(theirs) and all(
+        math.isclose(one, other, rel_tol=within) for one, other in zip(ours, theirs, strict=True)
+    )
+
+
 def goes_on(subject: Subject) -> Finding:
     """Find the first difference of the steps after a checkpoint."""
     every = pairs(subject.saves, subject.resumed)
@@ -107,13 +117,12 @@ def goes_on(subject: Subject) -> Finding:
             for name, tensor in theirs["weights"].items()
         }
         worst = max(gaps, key=lambda name: gaps[name], default="")
-        losses = zip(ours["losses"], theirs["losses"], strict=False)
         problem = ""
         if ours["batches"] != theirs["batches"]:
             problem = f"rank {rank} reads other rows"
         elif not _is_close(ours["rate"] or 0.0, theirs["rate"] or 0.0):
             problem = f"the learning rate is {theirs['rate']:.6g}, and was {ours['rate']:.6g}"
-        elif not all(math.isclose(one, other, rel_tol=1e-3) for one, other in losses):
+        elif not are_close(ours["losses"], theirs["losses"], LOSSES):
             problem = f"rank {rank} has losses of {theirs['losses']}, and had {ours['losses']}"
         elif worst and gaps[worst] > SHARE:
             problem = f"{worst} is {gaps[worst]:.1%} of its update off"
