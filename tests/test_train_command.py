@@ -178,8 +178,6 @@ fsdp_config:
 """
 
 MISTAKES = [
-    ("train --lr 1e-4", "There is no flag --lr. Did you mean --learning_rate?"),
-    ("train --epochs 3", "There is no flag --epochs. Did you mean --num_train_epochs?"),
     ("train --train-fil rows.jsonl", "Did you mean --train_file?"),
     ("train --train_file there.jsonl", "--train_file there.jsonl is not there"),
     ("train --strategy zero5", "There is no strategy 'zero5'. Did you mean 'zero3'?"),
@@ -201,7 +199,7 @@ MISTAKES = [
     ("train --method lorra", "invalid choice: 'lorra'"),
     ("train rows.jsonl", "'rows.jsonl' belongs to no flag."),
 ]
-SHORT = MISTAKES[:12]
+SHORT = MISTAKES[:10]
 """The others start a process each, as these do in part, and find the same kinds of mistakes."""
 
 

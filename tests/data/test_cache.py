@@ -6,9 +6,11 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import cache as cache_of_calls
 
 import pytest
 
+from toolkit.data import sources
 from toolkit.data.arguments import DataArguments
 from toolkit.data.cache import build_once, read_cached
 from toolkit.data.dataset import prepare_data
@@ -263,6 +265,16 @@ def test_damage_that_keeps_size_and_time_is_found_by_the_next_launch(tmp_path):
 # The built-in model and data, and tokens
 
 ROWS = DataArguments(max_train_samples=40)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sources_read_once():
+    """The same Python has the same sources: parsing them takes most of the time of a cache."""
+    documented_functions = sources._documented_functions
+    read = cache_of_calls(lambda root: [*documented_functions(root)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "_documented_functions", read)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import pty
@@ -11,7 +12,10 @@ import sys
 import termios
 
 import pytest
+from typer.testing import CliRunner
 
+from toolkit.cli import app
+from toolkit.launching import preflight
 from toolkit.training import preflight_process
 
 
@@ -20,11 +24,10 @@ def prepare(session_cache, tmp_path):
     """Run the verb with the cache of the other tests, which may have the built-in model."""
     environment = os.environ | {"TOOLKIT_CACHE": str(session_cache), "HF_HUB_OFFLINE": "1"}
 
-    def run(*words, **options):
+    def run(*words):
         command = [sys.executable, "-m", "toolkit.cli", "prepare", *map(str, words)]
-        kept = {"capture_output": True} | options
         return subprocess.run(
-            command, text=True, cwd=tmp_path, env=environment, check=False, **kept
+            command, text=True, cwd=tmp_path, env=environment, check=False, capture_output=True
         )
 
     return run
@@ -53,20 +56,28 @@ def chats(path, count=20):
     return path
 
 
-def test_it_says_in_words_and_json_what_is_in_the_cache_and_does_it_once(prepare, tmp_path):
+def test_it_says_in_words_and_json_what_is_in_the_cache_and_does_it_once(
+    prepare, cache, tmp_path, monkeypatch, caplog
+):
     flags = ("--train_file", chats(tmp_path / "chats.jsonl"), "--validation_split_percentage", 30)
     first = prepare("--json", "--", *flags)
     assert first.returncode == 0, first.stderr
     assert first.stderr.count("Tokenising chats.jsonl") == 2  # to train on, and to evaluate on
     assert "%|" not in first.stderr  # no bar where nobody watches
+    assert "chats of chats.jsonl are trained with roles" in first.stderr
     facts = json.loads(first.stdout)
     data, validation = facts["data"], facts["validation"]
     assert data["rows"] + validation["rows"] == 20
-    with terminal() as (stderr, seen):
-        again = prepare("--", *flags, capture_output=False, stdout=subprocess.PIPE, stderr=stderr)
-    assert again.returncode == 0, seen
-    assert "chats of chats.jsonl are trained with roles" in seen[0]
-    assert "Tokenising" not in seen[0]
+
+    def prepared_here(flags, **_):
+        with contextlib.redirect_stdout(io.StringIO()) as answer:
+            assert preflight_process.main(["--preview", *flags]) == 0
+        return json.loads(answer.getvalue())
+
+    monkeypatch.setattr(preflight, "prepare_once", prepared_here)
+    again = CliRunner().invoke(app, ["prepare", "--", *map(str, flags)], catch_exceptions=False)
+    assert again.exit_code == 0
+    assert "Tokenising" not in again.output + caplog.text
     table, _, shown = again.stdout.partition("\n\n")
     said = dict(line.split(maxsplit=1) for line in table.splitlines() if line[:1] != " ")
     assert said["data"] == "chats.jsonl (chat)"

@@ -18,7 +18,7 @@ from toolkit.data.chat import requested_template
 from toolkit.data.sources import check_file
 from toolkit.errors import UsageError
 from toolkit.redaction import redact_output
-from toolkit.training.arguments import OWN, OwnArguments, canonical, own_arguments
+from toolkit.training.arguments import OWN, OwnArguments, canonical, check_values, own_arguments
 
 NEEDED = {"--model_name_or_path": "config.json", "--tokenizer_name": "tokenizer*"}
 """For each flag, the file that its folder must hold."""
@@ -34,7 +34,7 @@ def checked_flags(argv: Sequence[str]) -> OwnArguments:
     own = own_arguments(argv)
     rest = canonical(own.rest)
     _check_names(rest)
-    _check_numbers(rest)
+    _check_written(rest)
     rows = {"--train_file": own.data.train_file, "--validation_file": own.data.validation_file}
     folders = {
         "--model_name_or_path": own.model.model_name_or_path,
@@ -92,12 +92,13 @@ def _check_names(rest: Sequence[str]) -> None:
         raise UsageError(f"{rest[0]!r} belongs to no flag. Write flags as --name value.")
 
 
-def _check_numbers(rest: Sequence[str]) -> None:
+def _check_written(rest: Sequence[str]) -> None:
     flags = flags_document(rest)
     for name, value, noun in values_of_other_types(flags.content):
         key = flags.place((name,))
         written = flags.text[key.start : key.end].partition("=")[0]
         raise UsageError(f"{written} {value} is not {noun}.")
+    check_values(flags.content)
 
 
 def _check_dataset(name: str) -> None:
