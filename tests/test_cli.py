@@ -200,19 +200,19 @@ def test_a_terminal_gets_colours_unless_no_color_is_set():
     assert "\x1b" not in shown(*words, terminal=True, TERM="dumb")
 
 
-def completed(words, *, shell="bash"):
+@pytest.fixture
+def completed(command):
     """Return what a shell is told may stand where the last of these words was begun."""
-    line = " ".join(words)
-    variables = {"_TOOLKIT_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": line}
-    variables |= {"COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
-    done = subprocess.run(
-        [sys.executable, "-m", "toolkit.cli"],
-        capture_output=True,
-        text=True,
-        env=os.environ | variables,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+
+    def run(words, *, shell="bash"):
+        line = " ".join(words)
+        variables = {"_TOOLKIT_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": line}
+        variables |= {"COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+        done = command(**variables)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def completed(words, *, shell="bash"):
         (("toolkit", "compare", "--engine", "l"), ["loop"]),
     ],
 )
-def test_a_shell_completes_verbs_options_and_strategies(words, wanted):
+def test_a_shell_completes_verbs_options_and_strategies(words, wanted, completed):
     assert completed(words).split() == wanted
     assert all(name in completed(words, shell="zsh") for name in wanted)
 
