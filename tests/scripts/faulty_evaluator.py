@@ -124,7 +124,7 @@ def train_by_loop():
         for step, batch in enumerate(loader):
             loss = trained(**batch).loss
             if fault == "noise_of_its_own":
-                # AdamW's first update is nearly the same for any factor.
+                # The first difference is as small as one of rounding, and hides no later one.
                 loss = loss * (1 + (9 if step else 1e-5) * torch.rand((), generator=noise))
             accelerator.backward(loss)
             optimizer.step()

@@ -19,7 +19,7 @@ SHARE: Final = 0.05
 """Difference of weights, relative to the update of a step, that other kernels may make."""
 
 LOSSES: Final = 1e-3
-"""Relative difference of losses that follows from it."""
+"""Relative difference of losses that other kernels may make."""
 
 ADVICE: Final = (
     "Save and load model, optimizer, scheduler and loader together: Trainer's checkpoints, or "
