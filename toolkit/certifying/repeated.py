@@ -172,7 +172,7 @@ def _first_apart(subject: Subject) -> tuple[int, str, Kind] | None:
             start = states[0]["states"][0]["weights"] | states[0]["states"][step - 1]["weights"]
             gap = max(distance(theirs["weights"][n], ours["weights"][n], start[n]) for n in other)
             words = f"{len(other)} weights, the first is {other[0]}, are up to {gap:.1e} of their "
-            words += "update apart after the same losses: "
+            words += f"update apart after {'nearly ' if after else ''}the same losses: "
             if gap > SHARE * (1 + after):
                 return step, f"{words}random numbers that have no seed", "numbers"
             rounded = rounded or (step, f"{words}kernels round otherwise", "rounding")
